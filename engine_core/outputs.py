@@ -1,0 +1,32 @@
+"""What a step yields for the front ends, before it is encoded.
+
+Most rows of a decode step carry one new token and nothing else. Those travel as columns (`TokenRows`), so that no
+object is made per token; everything rarer (first and last outputs, log-probs, errors) is an `EngineCoreOutput`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from engine_core.protocol import EngineCoreOutput, SchedulerStats
+    from engine_core.request import Request
+
+
+@dataclass(slots=True)
+class ClientOutputs:
+    """All that one step has for one client."""
+
+    # Rows with exactly one new token: requests[i] gets token_ids[i].
+    requests: list[Request] = field(default_factory=list)
+    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
+    finished_requests: list[str] | None = None  # only under a data-parallel coordinator
+    scheduler_stats: SchedulerStats | None = None
+
+
+StepOutputs = dict[int, ClientOutputs]  # by client index
