@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,6 +13,7 @@ class ExecutorConfig(msgspec.Struct, kw_only=True, frozen=True):
     worker_cls: str = "executor.mock_worker:MockWorker"
     model: str = ""
     tensor_parallel_size: int = 1
+    distributed_executor_backend: Literal["uni", "mp"] | None = None  # None: uni for one rank, mp for more
     block_size: int = 16
     num_gpu_blocks: int | None = None  # None: the smallest capacity of any rank
     max_num_seqs: int = 256
