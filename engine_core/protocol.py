@@ -1,6 +1,6 @@
 """The messages between front ends and the engine: vLLM 0.33's engine boundary.
 
-All payloads are MessagePack. Structs with `array_like=True` are positional arrays: the order of their fields is
+All payloads are MessagePack. Structs with `array_like=True` are positional arrays: their fields' order is
 the wire format. Shorter arrays are accepted (a missing tail means the defaults), longer ones too (the rest is
 ignored). Everything else is a map keyed by field name. `wire.py` turns frames into these structs and back.
 """
@@ -113,7 +113,7 @@ class LogprobsLists(msgspec.Struct, array_like=True, gc=False):
 
 
 class LogprobsTensors(msgspec.Struct, array_like=True, gc=False):
-    """Log-probs of prompt tokens 1..P-1, a row each. Column 0 is the prompt's token, then the `k` most likely."""
+    """Log-probs of prompt tokens 1..P-1, a row each: the prompt's token, then the `k` most likely."""
 
     logprob_token_ids: Tensor  # (P - 1, 1 + k) int32
     logprobs: Tensor  # (P - 1, 1 + k) float32
@@ -208,7 +208,7 @@ class SchedulerStats(msgspec.Struct, gc=False):
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
-    """Answer to a utility call: a failure message, or a pair: nil (vLLM's slot for type information), the result."""
+    """Answer to a utility call: a failure message, or the pair nil (vLLM's slot for types) and result."""
 
     call_id: int
     failure_message: str | None = None
@@ -218,8 +218,8 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
 class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
     """One message on an output socket, 9 fields.
 
-    Each message is of one family: outputs, stats and finished requests; or a utility answer; or one of the two
-    wave notes. vLLM's Rust front end stops for good on a mixed or an empty one.
+    Each message is of one family: outputs, stats and finished requests; or a utility answer; or one of the
+    two wave notes. vLLM's Rust front end stops for good on a mixed or an empty one.
     """
 
     engine_index: int = 0
@@ -237,7 +237,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
 
 
 class HandshakeMessage(msgspec.Struct, gc=False):
-    """HELLO and READY, engine to front end. vLLM's Python front end checks both flags against its own view."""
+    """HELLO and READY, engine to front end. vLLM's Python front end checks both flags."""
 
     status: str
     local: bool = False  # the front end started this engine as its child
