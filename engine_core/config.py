@@ -1,8 +1,8 @@
 """What an engine is told at its start.
 
-`EngineConfig` is the only place where an option's name, default, range and help live: the command line is made
-from its fields (`engine_core.cli.options`), and the names are vLLM's flags with underscores. It is plain data and
-travels to a launched engine as msgpack.
+`EngineConfig` is the only place where an option's name, default, range and help live: the command line is
+made from its fields (`engine_core.cli.options`), and the names are vLLM's flags with underscores. It is
+plain data and travels to a launched engine as msgpack.
 """
 
 from __future__ import annotations

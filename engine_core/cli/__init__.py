@@ -1,0 +1,103 @@
+"""The `engine-core` command.
+
+A subcommand is a module of this package with `add_arguments(parser)` and `run(parser, args) -> int`,
+imported when it is called for. Results go to stdout, logs and errors to stderr. Exit status: 0 done, 1
+failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from engine_core.cli.parser import Parser, say
+
+COMMANDS = {
+    "serve": "run an engine for a vLLM front end or for clients that connect",
+    "generate": "token ids in, token ids out",
+    "replay": "send recorded traffic and report how it was served",
+}
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] not in COMMANDS:
+        parser = _top_level()
+        parser.parse_args(arguments)  # exits: help, version or an error
+        parser.error(f"a command is missing: {', '.join(COMMANDS)}")
+    command, *rest = arguments
+    module = importlib.import_module(f"engine_core.cli.{command}")
+    parser = Parser(prog=f"engine-core {command}", description=module.__doc__)
+    module.add_arguments(parser)
+    add_log_options(parser)
+    return run_command(module.run, parser, parser.parse_args(rest))
+
+
+def run_command(
+    run: Callable[[Parser, argparse.Namespace], int], parser: Parser, args: argparse.Namespace
+) -> int:
+    """Runs a command with logging set up; what it raises becomes one line and an exit status."""
+    setup_logging(args.log_level)
+    try:
+        status = run(parser, args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader has gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        if args.log_level == "debug":
+            logging.getLogger("engine_core").exception("%s failed", parser.prog)
+        say(f"{parser.prog}: {describe(error)}")
+        return 1
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
+
+
+def add_log_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Logging")
+    group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe message to log")
+    group.add_argument(
+        "--debug", dest="log_level", action="store_const", const="debug", help="same as --log-level debug"
+    )
+
+
+def setup_logging(level: str) -> None:
+    """Logs of our packages to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname).1s %(asctime)s %(process)d %(name)s: %(message)s"))
+    for name in ("engine_core", "executor", "transport"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False
+
+
+def _top_level() -> Parser:
+    parser = Parser(
+        prog="engine-core",
+        description="An LLM inference engine's control plane.",
+        epilog="engine-core COMMAND --help shows a command's options.",
+    )
+    parser.add_argument("--version", action="version", version=f"engine-core {version('engine-core')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, help_ in COMMANDS.items():
+        commands.add_parser(name, help=help_)
+    return parser

@@ -1,0 +1,1 @@
+"""Replay of recorded traffic against an engine: traces, their prompts, the run and its report."""

@@ -1,0 +1,1 @@
+"""Tests: `unit` starts no process, `integration` does."""
