@@ -71,7 +71,8 @@ def _add(section: argparse._ArgumentGroup, name: str, type_: Any, help_: str, de
         if choices:
             section.add_argument(*names, choices=choices, **kwargs)
         else:
-            parse: Callable[[str], Any] = {int: integer, float: float}.get(type_, str)
+            parsers: dict[Any, Callable[[str], Any]] = {int: integer, float: float}
+            parse = parsers.get(type_, str)
             section.add_argument(
                 *names, type=parse, metavar="N" if type_ in (int, float) else "NAME", **kwargs
             )

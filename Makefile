@@ -1,0 +1,54 @@
+# make demo | test | lint. Each sets up .venv first; nothing else on the machine is touched.
+# PYTHON=/path/to/python3 chooses the interpreter (3.10 or later), PYTEST_ARGS='-k name' what to test.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.PHONY: help demo test test-all lint clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?=
+PYTEST_ARGS ?=
+TRACE := tests/data/traces/mooncake_conversation_200.jsonl
+
+help:
+	@echo 'make demo      replay recorded traffic on an engine with two worker processes'
+	@echo 'make test      run the tests'
+	@echo 'make test-all  run the tests, those that take minutes included'
+	@echo 'make lint      ruff and mypy --strict'
+	@echo 'make clean     remove what the above made'
+
+demo: $(VENV)/.demo
+	$(BIN)/engine-core replay $(TRACE) --speed 10 --tensor-parallel-size 2
+
+test: $(VENV)/.dev
+	$(BIN)/pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-all: $(VENV)/.dev
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+
+# A stamp for each set of packages: a second call finds it and starts at once.
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+$(BIN)/python:
+	@test "$$(uname -s)" = Linux || { echo 'engine-core needs Linux (futexes, pidfds)' >&2; exit 1; }
+	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.10); do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	test -n "$${found:-}" || { echo 'no Python 3.10 or later found; name one: make PYTHON=/path/to/python3' >&2; exit 1; }; \
+	"$$found" -c 'import ensurepip, venv' 2>/dev/null || { echo "$$found cannot make virtual environments; install its venv package (on Debian: apt-get install python3-venv)" >&2; exit 1; }; \
+	echo "setting up $(VENV) with $$("$$found" --version)"; \
+	"$$found" -m venv $(VENV)
