@@ -1,0 +1,144 @@
+"""What a request must satisfy to be served. Refusals name the field and the value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_core.errors import RequestError
+from engine_core.protocol import EngineCoreRequest
+from executor.sampling_params import SamplingParams
+
+VALIDATION_ERROR = "validation_error"
+# Log-probs of a whole prompt leave in one message, whose size must have a bound: 128 MiB here.
+MAX_PROMPT_LOGPROB_ENTRIES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What the model and the configuration allow."""
+
+    vocab_size: int
+    max_model_len: int
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """A longer frame 0 cannot be a request that fits: 9 bytes for a token, and room for the rest."""
+        return 9 * self.max_model_len + (4 << 20)
+
+
+def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> npt.NDArray[np.int32]:
+    """The prompt, if the request can be served. Raises `RequestError` with code "validation_error"."""
+    if not request.request_id:
+        raise _refusal("request_id is empty")
+    _refuse_unsupported(request)
+    params = request.sampling_params
+    if params is None:
+        raise _refusal("sampling_params is missing")
+    prompt = _prompt_tokens(request.prompt_token_ids, limits)
+    _check_lengths(params, len(prompt), limits)
+    _check_sampling(params, limits)
+    return prompt
+
+
+def _refusal(message: str) -> RequestError:
+    return RequestError(VALIDATION_ERROR, message)
+
+
+def _refuse_unsupported(request: EngineCoreRequest) -> None:
+    if request.mm_features:
+        raise _refusal("mm_features: multi-modal input is not supported")
+    if request.pooling_params is not None:
+        raise _refusal("pooling_params: pooling is not supported, only generation")
+    if request.prompt_embeds is not None:
+        raise _refusal("prompt_embeds: prompts are token ids; embeddings are not supported")
+    if request.prompt_is_token_ids is not None and not all(request.prompt_is_token_ids):
+        raise _refusal("prompt_is_token_ids: prompts are token ids; embeddings are not supported")
+    if request.resumable:
+        raise _refusal("resumable: streaming input is not supported")
+
+
+def _prompt_tokens(tokens: list[int] | bytes | None, limits: RequestLimits) -> npt.NDArray[np.int32]:
+    if not tokens:
+        raise _refusal("prompt_token_ids is empty")
+    count = len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens)
+    if count >= limits.max_model_len:
+        raise _refusal(
+            f"prompt_token_ids has {count} tokens and leaves no room for output: "
+            f"max_model_len is {limits.max_model_len}"
+        )
+    if isinstance(tokens, bytes):
+        if len(tokens) % 4:
+            raise _refusal(f"prompt_token_ids has {len(tokens)} bytes, not a multiple of 4")
+        prompt = np.frombuffer(tokens, "<i4")
+    else:
+        try:
+            prompt = np.array(tokens, np.int32)
+        except OverflowError:
+            raise _outside_vocabulary(tokens, limits) from None
+    # As unsigned numbers the negative ones are too large as well.
+    if int(prompt.view(np.uint32).max()) >= limits.vocab_size:
+        raise _outside_vocabulary(prompt.tolist(), limits)
+    return prompt
+
+
+def _outside_vocabulary(
+    tokens: list[int], limits: RequestLimits, field: str = "prompt_token_ids"
+) -> RequestError:
+    index, token = next((i, t) for i, t in enumerate(tokens) if not 0 <= t < limits.vocab_size)
+    return _refusal(f"{field}[{index}] = {token} is outside the vocabulary of {limits.vocab_size} tokens")
+
+
+def _check_lengths(params: SamplingParams, num_prompt_tokens: int, limits: RequestLimits) -> None:
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise _refusal(f"max_tokens = {params.max_tokens} must be at least 1")
+    if params.min_tokens < 0:
+        raise _refusal(f"min_tokens = {params.min_tokens} must not be negative")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise _refusal(f"min_tokens = {params.min_tokens} exceeds max_tokens = {params.max_tokens}")
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and not -1 <= count <= limits.vocab_size:
+            raise _refusal(f"{name} = {count} must be -1 (the whole vocabulary) or 0 to {limits.vocab_size}")
+    if params.prompt_logprobs is not None:
+        columns = limits.vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs + 1
+        if columns * num_prompt_tokens > MAX_PROMPT_LOGPROB_ENTRIES:
+            raise _refusal(
+                f"prompt_logprobs = {params.prompt_logprobs} for {num_prompt_tokens} prompt tokens makes "
+                f"{columns * num_prompt_tokens} entries, more than {MAX_PROMPT_LOGPROB_ENTRIES}"
+            )
+
+
+def _check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
+    if not (math.isfinite(params.temperature) and params.temperature >= 0.0):
+        raise _refusal(f"temperature = {params.temperature} must not be negative")
+    if not 0.0 < params.top_p <= 1.0:
+        raise _refusal(f"top_p = {params.top_p} must be above 0 and at most 1")
+    if params.top_k < -1:
+        raise _refusal(f"top_k = {params.top_k} must be -1 or 0 (off), or positive")
+    if not 0.0 <= params.min_p <= 1.0:
+        raise _refusal(f"min_p = {params.min_p} must be from 0 to 1")
+    if not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0.0):
+        raise _refusal(f"repetition_penalty = {params.repetition_penalty} must be above 0")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not math.isfinite(getattr(params, name)):
+            raise _refusal(f"{name} = {getattr(params, name)} must be a finite number")
+    if params.structured_outputs is not None:
+        raise _refusal("structured_outputs: structured output is not supported")
+    if params.allowed_token_ids is not None:
+        if not params.allowed_token_ids:
+            raise _refusal("allowed_token_ids is empty: no token could be sampled")
+        _check_ids("allowed_token_ids", params.allowed_token_ids, limits)
+    if params.logit_bias:
+        _check_ids("logit_bias", list(params.logit_bias), limits)
+    if params.logprob_token_ids:
+        _check_ids("logprob_token_ids", params.logprob_token_ids, limits)
+    for words in params.bad_words_token_ids or ():
+        _check_ids("bad_words", words, limits)
+
+
+def _check_ids(field: str, tokens: list[int], limits: RequestLimits) -> None:
+    if tokens and (min(tokens) < 0 or max(tokens) >= limits.vocab_size):
+        raise _outside_vocabulary(tokens, limits, field)
