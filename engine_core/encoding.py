@@ -1,7 +1,7 @@
 """A step's outputs to frames, without an object per token.
 
 A row with one new token and nothing else is `[request_id, [token]]`: the request brings the bytes before its
-token (`wire_prefix`, made once), a table has the bytes of every token, and one join makes the array of outputs.
+token (`wire_prefix`, made once), a table has the bytes of every token, one join makes the array of outputs.
 The missing tail of the 19 fields means the defaults. Whatever is rarer is encoded from its struct.
 """
 
