@@ -1,7 +1,7 @@
 """What crosses between the engine and its workers each step.
 
-Both messages are columns: one numpy array per field, rows in scheduling order. A running request is known by its
-*slot*, a row index below `max_num_seqs` that it keeps until it leaves the batch; its id travels once.
+Both messages are columns: one numpy array per field, rows in scheduling order. A running request is known by
+its *slot*, a row index below `max_num_seqs` that it keeps until it leaves the batch; its id travels once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class NewRequest(msgspec.Struct):
 
 
 class SchedulerOutput(msgspec.Struct):
-    """One step for the workers. They apply it in this order: slots that left, new requests, new blocks, then run."""
+    """One step for the workers. They apply it in this order: slots that left, new requests, new blocks, then
+    run."""
 
     step_id: int
     slots: Int32s  # (n,) rows to run; new requests included
@@ -68,7 +69,9 @@ class Logprobs(msgspec.Struct):
     """Log-probs of sampled tokens, for the rows that asked. One line per row and sampled token."""
 
     rows: Int32s  # (r,) index into SchedulerOutput.slots, ascending
-    token_ids: Int32s  # (r, 1 + k): the sampled token, then the k most likely in order; k = the largest asked for
+    token_ids: (
+        Int32s  # (r, 1 + k): the sampled token, then the k most likely in order; k = the largest asked for
+    )
     logprobs: Float32s  # (r, 1 + k) natural log
     ranks: Int32s  # (r,) 1-based rank of the sampled token in the vocabulary
 

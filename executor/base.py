@@ -1,0 +1,177 @@
+"""What the engine asks of an executor, whichever way its ranks run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Literal, Protocol, TypeVar, overload
+
+import msgspec
+
+from executor.config import ExecutorConfig
+from executor.errors import ExecutorError
+from executor.step import ModelRunnerOutput, SchedulerOutput
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+FailureCallback = Callable[[ExecutorError], None]
+
+
+class EngineCapacity(msgspec.Struct, frozen=True):
+    """What the ranks agreed on at their start."""
+
+    num_gpu_blocks: int  # the null block included
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    eos_token_id: int | None = None
+
+
+class Future(Protocol[T_co]):
+    """The answer to come of a call that was sent with `non_block=True`.
+
+    Answers come in the order of the calls: asking for a later one first takes in the earlier ones. It belongs
+    to the thread that uses the executor.
+    """
+
+    def done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+        ...
+
+    def result(self, timeout: float | None = None) -> T_co:
+        """Wait for the answer, by default until the call's own deadline. Raises `ExecutorError`."""
+        ...
+
+
+class Completed(Generic[T]):
+    """A future that is done."""
+
+    def __init__(self, value: T | None = None, error: ExecutorError | None = None) -> None:
+        self._value = value
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]  # no error: there is a value
+
+
+class Executor(ABC):
+    """The ranks that run the model. All methods belong to one thread, except `shutdown`.
+
+    Once a rank fails, every call raises the same first `ExecutorError`.
+    """
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def initialize(self) -> EngineCapacity:
+        """Start the ranks. Raises `WorkerStartFailed`; no rank is left running then."""
+
+    @abstractmethod
+    def _submit_step(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]: ...
+
+    @abstractmethod
+    def _submit_call(
+        self,
+        method: str,
+        timeout_s: float,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        reply_rank: int | None,
+    ) -> Future[Any]: ...
+
+    @abstractmethod
+    def check_failed(self) -> None:
+        """Raise the first failure, if there was one. Costs nothing."""
+
+    @abstractmethod
+    def set_failure_callback(self, callback: FailureCallback) -> None:
+        """`callback(error)` is called once, from any thread, when a rank fails; at once if one has."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the ranks: ask, then SIGTERM, then SIGKILL within `stop_grace_s`. Idempotent."""
+
+    @overload
+    def execute_model(
+        self, step: SchedulerOutput, non_block: Literal[False] = False
+    ) -> ModelRunnerOutput: ...
+    @overload
+    def execute_model(self, step: SchedulerOutput, non_block: Literal[True]) -> Future[ModelRunnerOutput]: ...
+    def execute_model(
+        self, step: SchedulerOutput, non_block: bool = False
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
+        """Run one step on all ranks. Raises `WorkerFailed` or `WorkerTimeout` (after `execute_timeout_s`).
+
+        With `non_block` errors come out of the future.
+        """
+        future = self._submit_step(step)
+        return future if non_block else future.result()
+
+    @overload
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
+        non_block: Literal[False] = False,
+    ) -> Any: ...
+    @overload
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
+        *,
+        non_block: Literal[True],
+    ) -> Future[Any]: ...
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """Call a worker's method on every rank; returns the list of their answers by rank.
+
+        With `unique_reply_rank` returns that rank's answer alone; all ranks run it, and a failure of any is
+        raised. `timeout` in seconds, by default `execute_timeout_s`. Arguments and answers are plain data and
+        numpy arrays (what msgpack can hold). Raises `WorkerFailed` (the ranks live on if a method raised),
+        `WorkerTimeout` (a late answer is dropped).
+        """
+        if unique_reply_rank is not None and not 0 <= unique_reply_rank < self.config.tensor_parallel_size:
+            raise ValueError(f"there is no rank {unique_reply_rank}")
+        timeout_s = self.config.execute_timeout_s if timeout is None else timeout
+        future = self._submit_call(method, timeout_s, args, kwargs or {}, unique_reply_rank)
+        return future if non_block else future.result()
+
+    def check_health(self) -> None:
+        """Ask every rank whether it can work. Raises `ExecutorError`."""
+        self.collective_rpc("check_health")
+
+
+def make_executor(config: ExecutorConfig) -> Executor:
+    """The executor that `config` asks for: in process for one rank, unless told otherwise."""
+    backend = config.distributed_executor_backend
+    if backend is None:
+        backend = "uni" if config.tensor_parallel_size == 1 else "mp"
+    if backend == "uni":
+        from executor.uniproc import UniProcExecutor
+
+        return UniProcExecutor(config)
+    if backend == "mp":
+        from executor.multiproc import MultiprocExecutor
+
+        return MultiprocExecutor(config)
+    raise ValueError(f"distributed_executor_backend is '{backend}', not 'uni' or 'mp'")

@@ -1,0 +1,235 @@
+"""The running batch as a rank knows it: the worker-side twin of the scheduler's columns.
+
+`BatchState` applies each `SchedulerOutput`'s deltas, so that a worker reads token ids, positions and block
+tables by slot, ready to use. It is strict: a step that contradicts what it knows raises `BatchStateError`
+rather than computing something wrong.
+
+Memory is reserved, not used: the large arrays are zero pages until a request touches its row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from executor.sampling_params import SamplingParams
+from executor.step import Int32s, LoRARequest, ModelRunnerOutput, NewRequest, SchedulerOutput
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class BatchStateError(Exception):
+    """A step contradicts the batch it applies to."""
+
+
+class BatchState:
+    """Columns by slot; S = `max_num_seqs`. Rows of slots that are not live are left as they were.
+
+    - `request_ids`, `params`, `loras`: lists of S; None where the slot is not live
+    - `live` bool (S,)
+    - `num_prompt_tokens` int32 (S,)
+    - `num_tokens` int32 (S,): tokens known: the prompt and what was sampled
+    - `num_computed_tokens` int32 (S,): whose KV is in the cache, before the step that runs
+    - `token_ids` int32 (S, max_model_len)
+    - `block_table` int32 (S, ceil(max_model_len / block_size)), `num_blocks` int32 (S,)
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.request_ids: list[str | None] = [None] * max_num_seqs
+        self.params: list[SamplingParams | None] = [None] * max_num_seqs
+        self.loras: list[LoRARequest | None] = [None] * max_num_seqs
+        self.live = np.zeros(max_num_seqs, np.bool_)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_computed_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self._flat_token_ids = self.token_ids.reshape(-1)
+        self._flat_block_table = self.block_table.reshape(-1)
+
+    def apply(self, step: SchedulerOutput) -> None:
+        """Take in the deltas: slots that left, new requests, new blocks. Then `step`'s rows are ready to run.
+
+        Raises `BatchStateError`; the state is then undefined.
+        """
+        if len(step.finished_slots):
+            self._remove(step.finished_slots, "finished")
+        if len(step.preempted_slots):
+            self._remove(step.preempted_slots, "preempted")
+        for request in step.new_requests:
+            self._add(request)
+        if len(step.new_block_slots):
+            self._append_blocks(step.new_block_slots, step.new_block_ids)
+        self._check_rows(step)
+
+    def samples(self, step: SchedulerOutput) -> Bools:
+        """Which of `step`'s rows sample a token: those that compute the last of their known tokens. (n,)"""
+        ends = step.num_computed_tokens + step.num_scheduled_tokens
+        samples: Bools = ends == self.num_tokens[step.slots]
+        return samples
+
+    def record(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Append the sampled tokens and count the scheduled ones as computed. Called after the worker ran."""
+        slots = step.slots
+        self.num_computed_tokens[slots] = step.num_computed_tokens + step.num_scheduled_tokens
+        known = self.num_tokens[slots]
+        counts = output.num_sampled
+        if len(known) and int((known + counts).max()) > self.max_model_len:
+            row = int((known + counts).argmax())
+            raise BatchStateError(
+                f"{self._name(int(slots[row]))} grows beyond the model's {self.max_model_len} tokens"
+            )
+        at = slots.astype(np.int64) * self.max_model_len + known
+        for column in range(output.sampled_token_ids.shape[1]):
+            rows = counts > column
+            if rows.all():
+                self._flat_token_ids[at + column] = output.sampled_token_ids[:, column]
+            elif rows.any():
+                self._flat_token_ids[at[rows] + column] = output.sampled_token_ids[rows, column]
+        self.num_tokens[slots] = known + counts
+
+    # What a model's inputs are made of. All are flat over the step's tokens, row after row.
+
+    def query_start_loc(self, step: SchedulerOutput) -> Int32s:
+        """Where each row's tokens begin in the flat arrays, and their total at the end. (n + 1,)"""
+        starts = np.zeros(len(step.slots) + 1, np.int32)
+        np.cumsum(step.num_scheduled_tokens, out=starts[1:])
+        return starts
+
+    def token_slots(self, step: SchedulerOutput) -> Int32s:
+        """The slot of each scheduled token. (total,)"""
+        return np.repeat(step.slots, step.num_scheduled_tokens)
+
+    def positions(self, step: SchedulerOutput) -> Int32s:
+        """The position in its sequence of each scheduled token. (total,)"""
+        counts = step.num_scheduled_tokens
+        total = int(counts.sum())
+        if total == len(counts):
+            return step.num_computed_tokens.copy()
+        first = np.cumsum(counts, dtype=np.int32) - counts
+        offsets = np.repeat(step.num_computed_tokens - first, counts)
+        offsets += np.arange(total, dtype=np.int32)
+        positions: Int32s = offsets
+        return positions
+
+    def input_ids(self, step: SchedulerOutput) -> Int32s:
+        """The token id of each scheduled token. (total,)"""
+        at = self.token_slots(step).astype(np.int64) * self.max_model_len + self.positions(step)
+        ids: Int32s = self._flat_token_ids[at]
+        return ids
+
+    def slot_mapping(self, step: SchedulerOutput) -> Int64s:
+        """Where each scheduled token's KV goes: block id * block size + offset in the block. (total,)"""
+        return self.kv_slots(self.token_slots(step), self.positions(step))
+
+    def kv_slots(self, slots: Int32s, positions: Int32s) -> Int64s:
+        """Where the KV of `positions` of `slots` (equal shapes) is in a cache of (num_blocks * block_size)
+        rows."""
+        index, offset = np.divmod(positions, self.block_size)
+        at = slots.astype(np.int64) * self.block_table.shape[1] + index
+        return self._flat_block_table[at].astype(np.int64) * self.block_size + offset
+
+    def _remove(self, slots: Int32s, how: str) -> None:
+        self._check_slots(slots)
+        if not self.live[slots].all():
+            slot = int(slots[~self.live[slots]][0])
+            raise BatchStateError(f"slot {slot} is {how}, but nothing runs in it")
+        self.live[slots] = False
+        for slot in slots.tolist():
+            self.request_ids[slot] = self.params[slot] = self.loras[slot] = None
+
+    def _add(self, request: NewRequest) -> None:
+        slot, known, blocks = request.slot, len(request.token_ids), len(request.block_ids)
+        if not 0 <= slot < self.max_num_seqs:
+            raise BatchStateError(f"request {request.request_id} is given slot {slot} of {self.max_num_seqs}")
+        if self.live[slot]:
+            raise BatchStateError(f"request {request.request_id} is given slot {slot} of {self._name(slot)}")
+        if known > self.max_model_len or blocks > self.block_table.shape[1]:
+            raise BatchStateError(
+                f"request {request.request_id} has {known} tokens and {blocks} blocks; "
+                f"the model allows {self.max_model_len} and {self.block_table.shape[1]}"
+            )
+        if not 0 <= request.num_computed_tokens < known or not 0 < request.num_prompt_tokens <= known:
+            raise BatchStateError(
+                f"request {request.request_id} has {known} tokens, {request.num_prompt_tokens} of them "
+                f"prompt and {request.num_computed_tokens} computed"
+            )
+        self.live[slot] = True
+        self.request_ids[slot] = request.request_id
+        self.params[slot] = request.params
+        self.loras[slot] = request.lora
+        self.num_prompt_tokens[slot] = request.num_prompt_tokens
+        self.num_tokens[slot] = known
+        self.num_computed_tokens[slot] = request.num_computed_tokens
+        self.token_ids[slot, :known] = request.token_ids
+        self.num_blocks[slot] = blocks
+        self.block_table[slot, :blocks] = request.block_ids
+
+    def _append_blocks(self, slots: Int32s, block_ids: Int32s) -> None:
+        self._check_slots(slots)
+        if not self.live[slots].all():
+            slot = int(slots[~self.live[slots]][0])
+            raise BatchStateError(f"slot {slot} is given a block, but nothing runs in it")
+        # A row may gain several blocks in one step: number them within their row.
+        order = np.argsort(slots, kind="stable")
+        ordered = slots[order]
+        first = np.empty(len(slots), np.bool_)
+        first[0] = True
+        np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+        starts = np.flatnonzero(first)
+        gains = np.diff(starts, append=len(slots))
+        rows = ordered[starts]
+        totals = self.num_blocks[rows] + gains
+        if int(totals.max()) > self.block_table.shape[1]:
+            row = int(rows[totals.argmax()])
+            raise BatchStateError(f"{self._name(row)} is given more than {self.block_table.shape[1]} blocks")
+        within = np.arange(len(slots)) - np.repeat(starts, gains)
+        self.block_table[ordered, self.num_blocks[ordered] + within] = block_ids[order]
+        self.num_blocks[rows] = totals
+
+    def _check_rows(self, step: SchedulerOutput) -> None:
+        slots = step.slots
+        if not len(slots):
+            return
+        self._check_slots(slots)
+        if not self.live[slots].all():
+            slot = int(slots[~self.live[slots]][0])
+            raise BatchStateError(f"slot {slot} is scheduled, but nothing runs in it")
+        differs = self.num_computed_tokens[slots] != step.num_computed_tokens
+        if differs.any():
+            row = int(differs.argmax())
+            slot = int(slots[row])
+            raise BatchStateError(
+                f"{self._name(slot)} has {self.num_computed_tokens[slot]} tokens computed, "
+                f"the step says {step.num_computed_tokens[row]}"
+            )
+        if int(step.num_scheduled_tokens.min()) < 1:
+            row = int(step.num_scheduled_tokens.argmin())
+            raise BatchStateError(f"{self._name(int(slots[row]))} is scheduled for no token")
+        ends = step.num_computed_tokens + step.num_scheduled_tokens
+        beyond = ends > self.num_tokens[slots]
+        if beyond.any():
+            row = int(beyond.argmax())
+            slot = int(slots[row])
+            raise BatchStateError(
+                f"{self._name(slot)} is to compute {ends[row]} tokens, but has only {self.num_tokens[slot]}"
+            )
+        short = self.num_blocks[slots] * self.block_size < ends
+        if short.any():
+            row = int(short.argmax())
+            slot = int(slots[row])
+            raise BatchStateError(
+                f"{self._name(slot)} has {self.num_blocks[slot]} blocks, too few for {ends[row]} tokens"
+            )
+
+    def _check_slots(self, slots: Int32s) -> None:
+        if int(slots.min()) < 0 or int(slots.max()) >= self.max_num_seqs:
+            raise BatchStateError(f"slots {slots.min()}..{slots.max()} of a batch of {self.max_num_seqs}")
+
+    def _name(self, slot: int) -> str:
+        return f"request {self.request_ids[slot]} (slot {slot})"

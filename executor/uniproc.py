@@ -1,0 +1,114 @@
+"""The worker in the engine's own process: for one rank, for debugging, and for tests that step by step."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from executor.base import Completed, EngineCapacity, Executor, FailureCallback
+from executor.config import ExecutorConfig
+from executor.errors import ExecutorClosed, ExecutorError, WorkerFailed, WorkerStartFailed
+from executor.host import WorkerHost
+from executor.step import ModelRunnerOutput, SchedulerOutput
+
+
+class UniProcExecutor(Executor):
+    """Runs each call before it returns, so every future is done. Deadlines cannot be kept: nobody is there
+    to."""
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        if config.tensor_parallel_size != 1:
+            raise ValueError(f"one process cannot hold {config.tensor_parallel_size} ranks")
+        super().__init__(config)
+        self._host = WorkerHost(config, rank=0, world_size=1)
+        self._failure: ExecutorError | None = None
+        self._callback: FailureCallback | None = None
+
+    def initialize(self) -> EngineCapacity:
+        phase = "import"
+
+        def enter_phase(name: str) -> None:
+            nonlocal phase
+            phase = name
+
+        try:
+            num_blocks = self._host.start(enter_phase)
+            check_capacity(num_blocks)
+            self._host.initialize_cache(num_blocks)
+        except Exception as error:
+            self._host.shutdown()
+            raise WorkerStartFailed(
+                0, os.getpid(), phase, described(error), stderr_tail=traceback.format_exc()
+            ) from error
+        model = self._host.model
+        return EngineCapacity(
+            num_blocks, model.vocab_size, self._host.max_model_len, model.dtype, model.eos_token_id
+        )
+
+    def _submit_step(self, step: SchedulerOutput) -> Completed[ModelRunnerOutput]:
+        if self._failure is not None:
+            return Completed(error=self._failure)
+        try:
+            return Completed(self._host.execute(step))
+        except Exception as error:
+            failure = self._failed("execute_model", step.step_id, error)
+            self._failure = failure
+            if self._callback is not None:
+                self._callback(failure)
+            return Completed(error=failure)
+
+    def _submit_call(
+        self,
+        method: str,
+        timeout_s: float,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        reply_rank: int | None,
+    ) -> Completed[Any]:
+        if self._failure is not None:
+            return Completed(error=self._failure)
+        try:
+            answer = self._host.call(method, args, kwargs)
+        except Exception as error:
+            return Completed(error=self._failed(method, None, error))
+        return Completed(answer if reply_rank is not None else [answer])
+
+    def _failed(self, method: str, step_id: int | None, error: Exception) -> WorkerFailed:
+        failure = WorkerFailed(
+            0,
+            os.getpid(),
+            method,
+            step_id,
+            message=described(error),
+            stderr_tail="".join(traceback.format_exception(error)),
+        )
+        failure.__cause__ = error
+        return failure
+
+    def check_failed(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def set_failure_callback(self, callback: FailureCallback) -> None:
+        self._callback = callback
+        if self._failure is not None and not isinstance(self._failure, ExecutorClosed):
+            callback(self._failure)
+
+    def shutdown(self) -> None:
+        if not isinstance(self._failure, ExecutorClosed):
+            self._failure = ExecutorClosed()
+            self._host.shutdown()
+
+
+def described(error: BaseException) -> str:
+    """`ValueError: what it says`."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def check_capacity(num_blocks: int) -> None:
+    """Raises `ValueError` if no request could ever run."""
+    if num_blocks < 2:
+        raise ValueError(f"the KV cache has room for {num_blocks} blocks; at least 2 are needed")

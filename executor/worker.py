@@ -1,0 +1,147 @@
+"""The contract between the engine and whoever runs the model.
+
+Subclass `Worker`, implement the five methods without a body here, and name the class with `--worker-cls
+package.module:Class`. One instance runs per rank. The engine calls, in this order and always from the same
+thread: the constructor, `init_device`, `load_model`, `kv_cache_capacity`, `initialize_cache`, then
+`execute_model` once per step, and at the end `shutdown`. Any method may also be called by name through
+`collective_rpc`. An exception from `execute_model` ends the rank group; from another method, only that call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from executor.config import ExecutorConfig
+from executor.step import LoRARequest, ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from executor.batch_state import BatchState
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the engine must know of the model. Every rank must give the same."""
+
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and output that one request may hold
+    dtype: str = "float32"
+    eos_token_id: int | None = None
+
+
+class Worker:
+    """One rank of the model runner."""
+
+    def __init__(self, config: ExecutorConfig, rank: int, world_size: int) -> None:
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+
+    def init_device(self) -> None:
+        """Claim the device and join the other ranks."""
+        raise NotImplementedError
+
+    def load_model(self) -> ModelInfo:
+        """Load this rank's share of the weights."""
+        raise NotImplementedError
+
+    def kv_cache_capacity(self) -> int:
+        """Blocks of `config.block_size` tokens that fit this rank's memory. The engine takes
+        the least of all ranks. Not asked for if `config.num_gpu_blocks` is set.
+        """
+        raise NotImplementedError
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache; block ids are below `num_blocks`, and block 0 is never given to a
+        request."""
+        raise NotImplementedError
+
+    def execute_model(self, step: SchedulerOutput, batch: BatchState) -> ModelRunnerOutput:
+        """Run one step. `batch` has already applied `step`, and records the sampled tokens afterwards.
+
+        Every rank returns the same tokens; rank 0's are used. `step`'s arrays may be kept.
+        """
+        raise NotImplementedError
+
+    # Optional.
+
+    def check_health(self) -> None:
+        """Raise if this rank cannot work."""
+
+    def shutdown(self) -> None:
+        """Release what the process's end does not."""
+
+    def profile(self, is_start: bool = True, prefix: str | None = None) -> None:
+        """Start or stop a profiler."""
+        raise NotImplementedError(f"{type(self).__name__} has no profiler")
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: level 1 keeps the weights elsewhere, level 2 drops them. The KV cache is lost."""
+        raise NotImplementedError(f"{type(self).__name__} cannot sleep")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take back what `sleep` gave away; `tags` of `weights`, `kv_cache`; None for both."""
+        raise NotImplementedError(f"{type(self).__name__} cannot sleep")
+
+    def update_weights(self, update: dict[str, Any]) -> None:
+        """Replace weights in place."""
+        raise NotImplementedError(f"{type(self).__name__} cannot update weights")
+
+    def add_lora(self, lora: LoRARequest | list[Any]) -> bool:
+        """Load an adapter (in `LoRARequest`'s positional layout when called by name); False if it was
+        there."""
+        raise NotImplementedError(f"{type(self).__name__} has no LoRA support")
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; False if it was not there."""
+        raise NotImplementedError(f"{type(self).__name__} has no LoRA support")
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter from being evicted."""
+        raise NotImplementedError(f"{type(self).__name__} has no LoRA support")
+
+    def list_loras(self) -> list[int]:
+        """Ids of the loaded adapters."""
+        return []
+
+
+class WorkerClassError(Exception):
+    """`worker_cls` does not name a class that can be a worker."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name = name
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"cannot load worker class '{self.name}': {self.reason}"
+
+
+def resolve_worker_cls(name: str) -> type[Worker]:
+    """Import `package.module:Class` or `package.module.Class`; the current directory is searched last.
+
+    Raises `WorkerClassError`.
+    """
+    module_name, colon, class_name = name.partition(":")
+    if not colon:
+        module_name, _, class_name = name.rpartition(".")
+    if not module_name or not class_name:
+        raise WorkerClassError(name, "expected the form package.module:Class")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise WorkerClassError(
+            name, f"importing {module_name} raised {type(error).__name__}: {error}"
+        ) from error
+    for part in class_name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise WorkerClassError(name, f"module {module_name} has no {class_name}")
+    if not (isinstance(found, type) and issubclass(found, Worker)):
+        raise WorkerClassError(name, f"{class_name} is not a subclass of executor.worker.Worker")
+    return found
