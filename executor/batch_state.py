@@ -9,6 +9,9 @@ Memory is reserved, not used: the large arrays are zero pages until a request to
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+
 import numpy as np
 import numpy.typing as npt
 
@@ -47,8 +50,8 @@ class BatchState:
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self.token_ids = _sparse_zeros(max_num_seqs, max_model_len)
+        self.block_table = _sparse_zeros(max_num_seqs, -(-max_model_len // block_size))
         self._flat_token_ids = self.token_ids.reshape(-1)
         self._flat_block_table = self.block_table.reshape(-1)
 
@@ -110,11 +113,10 @@ class BatchState:
         counts = step.num_scheduled_tokens
         total = int(counts.sum())
         if total == len(counts):
-            return step.num_computed_tokens.copy()
+            return step.num_computed_tokens
         first = np.cumsum(counts, dtype=np.int32) - counts
-        offsets = np.repeat(step.num_computed_tokens - first, counts)
-        offsets += np.arange(total, dtype=np.int32)
-        positions: Int32s = offsets
+        positions: Int32s = np.repeat(step.num_computed_tokens - first, counts)
+        positions += np.arange(total, dtype=np.int32)
         return positions
 
     def input_ids(self, step: SchedulerOutput) -> Int32s:
@@ -132,7 +134,8 @@ class BatchState:
         rows."""
         index, offset = np.divmod(positions, self.block_size)
         at = slots.astype(np.int64) * self.block_table.shape[1] + index
-        return self._flat_block_table[at].astype(np.int64) * self.block_size + offset
+        kv_slots: Int64s = self._flat_block_table[at].astype(np.int64) * self.block_size + offset
+        return kv_slots
 
     def _remove(self, slots: Int32s, how: str) -> None:
         self._check_slots(slots)
@@ -233,3 +236,11 @@ class BatchState:
 
     def _name(self, slot: int) -> str:
         return f"request {self.request_ids[slot]} (slot {slot})"
+
+
+def _sparse_zeros(rows: int, columns: int) -> Int32s:
+    """Zeros that take memory only page by page: numpy's own would take 2 MiB for the first token of a row."""
+    pages = mmap.mmap(-1, max(rows * columns * 4, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages has none to refuse
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, np.int32, rows * columns).reshape(rows, columns)
