@@ -1,0 +1,190 @@
+"""`MessageQueue`: one writer, N readers, each of which reads every message once and in order.
+
+The writer `create`s the queue and gives its `handle()`, which is plain data, to the readers by any trusted
+way; each reader `attach`es with its rank. Readers of the same host read a ring in shared memory, in place;
+readers elsewhere get the same bytes in the same order over TCP. Nothing is ever dropped: a full queue makes
+the writer wait for the slowest reader.
+
+Every call that waits takes a deadline and raises an error that names who was waited for. A peer's death ends
+a wait within milliseconds. One thread at a time uses an end; `cancel()` and `stats` may be called from any.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from transport.clock import SYSTEM_CLOCK, Clock
+from transport.errors import TransportError
+from transport.processes import ProcessIdentity
+from transport.waiting import WaitPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transport.ring import Buffer
+
+_NO_MESSAGE = memoryview(b"")
+
+
+class Handle(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader needs to attach. Plain data for msgspec; whoever holds it can attach, so treat it as a
+    secret.
+    """
+
+    name: str
+    n_readers: int
+    writer: ProcessIdentity
+    token: bytes
+    address: str  # abstract unix socket of the writer; "" without local readers
+
+
+class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of one end since it was made."""
+
+    messages: int
+    payload_bytes: int
+    waits: int  # for room or for a message, longer than a first look
+    parks: int  # of these waits, those that slept
+    wakes: int  # sleeping peers rung
+    waited_s: float  # in all these waits
+    longest_wait_s: float
+
+
+class Message:
+    """A received message. Use as a context manager: leaving it, by whatever way, gives the memory back to the
+    writer.
+    """
+
+    __slots__ = ("_release", "view")
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self.view = _NO_MESSAGE  # read-only, 8-byte aligned; arrays made from it are valid until release, too
+        self._release = release
+
+    def __enter__(self) -> Message:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    @property
+    def is_held(self) -> bool:
+        return self.view is not _NO_MESSAGE
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self.view is not _NO_MESSAGE:
+            self.view = _NO_MESSAGE
+            self._release()
+
+
+class MessageQueue(ABC):
+    """One end of a queue: the writer's from `create`, a reader's from `attach`."""
+
+    name: str
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        n_local: int,
+        name: str = "queue",
+        capacity_bytes: int = 4 << 20,
+        wait: WaitPolicy | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> MessageQueue:
+        """The writer's end, for `n_local` readers on this host.
+
+        capacity_bytes: how far the slowest reader may be behind, in bytes. Messages may be larger.
+        """
+        from transport.queue_writer import QueueWriter
+
+        return QueueWriter(
+            n_local=n_local, name=name, capacity_bytes=capacity_bytes, wait=wait or WaitPolicy(), clock=clock
+        )
+
+    @classmethod
+    def attach(
+        cls,
+        handle: Handle,
+        rank: int,
+        *,
+        timeout_s: float,
+        wait: WaitPolicy | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> MessageQueue:
+        """The end of reader `rank` (0 to n - 1, each once).
+
+        It reads every message from the first, even those sent before it attached. Raises AttachRefused,
+        WriterDied, TransportTimeout.
+        """
+        from transport.queue_reader import LocalReader
+
+        return LocalReader(handle, rank, timeout_s=timeout_s, wait=wait or WaitPolicy(), clock=clock)
+
+    def handle(self) -> Handle:
+        """What readers need to attach."""
+        raise self._wrong_end("reads")
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until all readers have attached. Raises TransportTimeout naming the missing ranks, ReaderDied,
+        Cancelled.
+        """
+        raise self._wrong_end("reads")
+
+    def check_peers(self) -> None:
+        """Raise ReaderDied or WriterDied if a peer is gone; does not wait."""
+        raise NotImplementedError
+
+    def enqueue(self, *parts: Buffer, timeout_s: float) -> None:
+        """Send one message: the bytes of all parts, one after the other. They are copied once.
+
+        Returns when the message is published, not when it is read. Raises QueueFull (the message was not
+        sent), ReaderDied, Cancelled, QueueClosed.
+        """
+        raise self._wrong_end("reads")
+
+    def dequeue(self, timeout_s: float) -> Message:
+        """The next message, in place. It must be released before the next call; the object is used again.
+
+        `math.inf` is allowed where the writer's death is the only end of the wait that makes sense. Raises
+        TransportTimeout, WriterDied or QueueClosed once all that was published has been read, Cancelled,
+        MessageLost.
+        """
+        raise self._wrong_end("writes")
+
+    def dequeue_copy(self, timeout_s: float) -> bytes:
+        """The next message as bytes of its own. Raises as `dequeue` does."""
+        with self.dequeue(timeout_s) as message:
+            return bytes(message.view)
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """From any thread: end the other's wait at once, and every later call, with Cancelled."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Tell the peers and give everything back. Idempotent. Not while another thread waits: `cancel()` it
+        first.
+        """
+
+    @property
+    @abstractmethod
+    def stats(self) -> QueueStats: ...
+
+    def __enter__(self) -> MessageQueue:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wrong_end(self, does: str) -> TransportError:
+        return TransportError(f"this end of queue {self.name!r} {does}")
