@@ -119,6 +119,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     async_scheduling: Annotated[
         bool, Meta(description="schedule the next step while the workers compute this one")
     ] = True
+    enable_lora: Annotated[
+        bool, Meta(description="serve LoRA adapters; the worker must support them")
+    ] = False
+    max_loras: Annotated[int, Meta(ge=1, description="LoRA adapters in one batch at most")] = 1
 
     log_stats: Annotated[bool, Meta(title="Process", description="report statistics to the front ends")] = (
         True

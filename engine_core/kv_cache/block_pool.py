@@ -1,0 +1,181 @@
+"""Which KV blocks are free, held or cached.
+
+Every block except the null block 0 is in exactly one of three states:
+
+    blank    in `_blank`: free, holds nothing worth keeping
+    cached   in `_cached`: free, but its content has a name and can be taken over by a hit
+    held     in the block table of one request, or of several when its content has a name
+
+The order in which free blocks are given out is vLLM 0.33's: blank blocks last in first out, then cached
+blocks least recently freed first. Blank blocks always precede cached ones there, so two containers stand
+for its one linked list, and a run of blank blocks is taken or given back in one slice.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """Blocks 1 .. num_blocks - 1. Not thread-safe."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._blank = list(range(num_blocks - 1, 0, -1))  # a stack; its end is given out next
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._hash: list[bytes | None] = [None] * num_blocks
+        self._holders = [0] * num_blocks  # requests that hold a block; kept for named blocks only
+        # Equal content computed twice has two blocks of one name; the one named first is found first.
+        self._by_hash: dict[bytes, int | dict[int, None]] = {}
+        self._owner: list[str | None] = [None] * num_blocks  # request that a block was last allocated for
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1."""
+        usable = self.num_blocks - 1
+        return 1.0 - self.num_free / usable if usable else 0.0
+
+    def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
+        """Blocks that hold the content of the first of `hashes`, without a gap, at most `limit`."""
+        found: list[int] = []
+        get = self._by_hash.get
+        for name in hashes[:limit]:
+            block = get(name)
+            if block is None:
+                break
+            found.append(block if isinstance(block, int) else next(iter(block)))
+        return found
+
+    def num_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of these named blocks are free: taking them over uses up free blocks."""
+        holders = self._holders
+        return sum(1 for block in blocks if not holders[block])
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more request holds these named blocks."""
+        holders = self._holders
+        for block in blocks:
+            if not holders[block]:
+                del self._cached[block]
+            holders[block] += 1
+
+    def allocate(self, count: int, owner: str) -> list[int]:
+        """Take `count` free blocks; the caller has checked `num_free`. Cached content given out is
+        forgotten.
+        """
+        blank = self._blank
+        if count == 1 and blank:
+            block = blank.pop()
+            self._owner[block] = owner
+            return [block]
+        taken = blank[: -count - 1 : -1]
+        del blank[len(blank) - len(taken) :]
+        cached = self._cached
+        while len(taken) < count:
+            block, _ = cached.popitem(last=False)
+            self._forget(block)
+            taken.append(block)
+        owners = self._owner
+        for block in taken:
+            owners[block] = owner
+        return taken
+
+    def name(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Content of these held blocks is complete and may be shared from now on."""
+        by_hash, names, holders = self._by_hash, self._hash, self._holders
+        for block, name in zip(blocks, hashes, strict=True):
+            names[block] = name
+            holders[block] = 1
+            twin = by_hash.setdefault(name, block)
+            if twin is not block:
+                if isinstance(twin, int):
+                    by_hash[name] = {twin: None, block: None}
+                else:
+                    twin[block] = None
+
+    def release(self, blocks: Sequence[int], num_named: int) -> None:
+        """A request lets go of its block table, of which the first `num_named` blocks have names.
+
+        Its tail is given out first: a prefix is worth more to others than what follows it.
+        """
+        self._blank.extend(blocks[num_named:])
+        holders, cached = self._holders, self._cached
+        for block in blocks[num_named - 1 :: -1] if num_named else ():
+            holders[block] -= 1
+            if not holders[block]:
+                cached[block] = None
+
+    def forget_all(self) -> bool:
+        """Drop all cached content. False, and nothing is done, while any block is held."""
+        if self.num_free != self.num_blocks - 1:
+            return False
+        self._blank = [*reversed(self._cached), *self._blank]  # the order of giving out stays
+        self._cached.clear()
+        self._by_hash.clear()
+        self._hash = [None] * self.num_blocks
+        return True
+
+    def _forget(self, block: int) -> None:
+        name = self._hash[block]
+        assert name is not None
+        self._hash[block] = None
+        twins = self._by_hash[name]
+        if isinstance(twins, int):
+            del self._by_hash[name]
+        else:
+            del twins[block]
+            if not twins:
+                del self._by_hash[name]
+
+    def check(self, tables: Iterable[tuple[str, Sequence[int], int]]) -> list[str]:
+        """What is wrong with the accounts, a sentence each; empty if nothing is.
+
+        `tables` gives every live request's id, block table and number of named blocks in it.
+        """
+        problems: list[str] = []
+        held: dict[int, list[str]] = {}
+        for request_id, blocks, num_named in tables:
+            for index, block in enumerate(blocks):
+                held.setdefault(block, []).append(request_id)
+                if (self._hash[block] is not None) != (index < num_named):
+                    state = "has no name" if index < num_named else "has a name"
+                    problems.append(f"block {block}, number {index} of request {request_id}, {state}")
+        free = self._blank + list(self._cached)
+        if len(set(free)) != len(free):
+            problems.append("a block is free twice")
+        if held.keys() & {NULL_BLOCK} or NULL_BLOCK in free:
+            problems.append("the null block was given out")
+        for block in held.keys() & set(free):
+            problems.append(f"block {block} is free but held by {', '.join(held[block])}")
+        for block, requests in held.items():
+            named = self._hash[block] is not None
+            if len(requests) > 1 and not named:
+                problems.append(f"block {block} has no name but several holders: {', '.join(requests)}")
+            if named and self._holders[block] != len(requests):
+                problems.append(
+                    f"block {block} counts {self._holders[block]} holders, but has {', '.join(requests)}"
+                )
+        for block in set(range(1, self.num_blocks)) - set(free) - held.keys():
+            problems.append(f"block {block} leaked: neither free nor held, last owner {self._owner[block]}")
+        for block in self._blank:
+            if self._hash[block] is not None:
+                problems.append(f"block {block} is blank but has a name")
+        for block in self._cached:
+            if self._hash[block] is None:
+                problems.append(f"block {block} is cached but has no name")
+        for name, twins in self._by_hash.items():
+            for block in (twins,) if isinstance(twins, int) else tuple(twins):
+                if self._hash[block] != name:
+                    problems.append(f"block {block} is found under a name that is not its own")
+        named_total = sum(1 for name in self._hash if name is not None)
+        found_total = sum(1 if isinstance(t, int) else len(t) for t in self._by_hash.values())
+        if named_total != found_total:
+            problems.append(f"{named_total} blocks have names, {found_total} can be found")
+        return problems

@@ -1,0 +1,111 @@
+"""Gives requests the KV blocks they need, and finds blocks that hold their prefix already."""
+
+from __future__ import annotations
+
+from engine_core.kv_cache.block_pool import BlockPool
+from engine_core.kv_cache.hashing import BlockHasher
+from engine_core.protocol import PrefixCacheStats
+from engine_core.request import Request
+
+
+class KVCacheManager:
+    """The block tables of all live requests (`Request.block_ids`) over one `BlockPool`.
+
+    The rules are those of vLLM 0.33's KV cache manager for one group of full-attention layers.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, hasher: BlockHasher | None, watermark: float = 0.0
+    ) -> None:
+        """`hasher` None switches prefix caching off. `watermark` is a share of `num_blocks`."""
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.hasher = hasher
+        self.watermark_blocks = int(watermark * num_blocks)
+        self.max_tokens = (num_blocks - 1) * block_size  # what one request can hold at most
+        self.prefix_stats = PrefixCacheStats()
+
+    def find_prefix(self, request: Request, num_known: int) -> list[int]:
+        """Blocks that hold the start of the request's `num_known` tokens.
+
+        Never all of them: the last token is computed again, because its logits are needed.
+        """
+        if self.hasher is None or request.skip_reading_prefix_cache:
+            return []
+        request.extend_hashes(self.hasher)
+        return self.pool.find(request.block_hashes, (num_known - 1) // self.block_size)
+
+    def admit(
+        self,
+        request: Request,
+        hits: list[int],
+        num_tokens: int,
+        num_known: int,
+        reserve_all: bool,
+        keep_watermark: bool,
+    ) -> bool:
+        """Give a waiting request the blocks of its prefix and those for its first `num_tokens` tokens.
+
+        False, and nothing is changed, if they are not to be had: with `reserve_all`, room for all `num_known`
+        tokens must be free now; with `keep_watermark`, the watermark must stay free.
+        """
+        pool, block_size = self.pool, self.block_size
+        held_back = pool.num_unheld(hits) + (self.watermark_blocks if keep_watermark else 0)
+        needed = -(-num_tokens // block_size) - len(hits)
+        gate = -(-num_known // block_size) - len(hits) if reserve_all else needed
+        if gate + held_back > pool.num_free:
+            return False
+        pool.hold(hits)
+        request.block_ids = hits + pool.allocate(needed, request.request_id)
+        request.num_named_blocks = len(hits)
+        return True
+
+    def grow(self, request: Request, count: int) -> list[int]:
+        """`count` more blocks for a request; the caller has checked that they are free."""
+        blocks = self.pool.allocate(count, request.request_id)
+        request.block_ids += blocks
+        return blocks
+
+    def record_lookup(self, request: Request, num_known: int, num_hit_blocks: int) -> None:
+        """Count an admission's prefix look-up."""
+        if self.hasher is None or request.skip_reading_prefix_cache:
+            return
+        stats, hits = self.prefix_stats, num_hit_blocks * self.block_size
+        if request.num_preemptions:
+            stats.preempted_requests += 1
+            stats.preempted_queries += num_known
+            stats.preempted_hits += hits
+        else:
+            stats.requests += 1
+            stats.queries += num_known
+            stats.hits += hits
+
+    def take_prefix_stats(self) -> PrefixCacheStats:
+        """Counts since the last call."""
+        stats, self.prefix_stats = self.prefix_stats, PrefixCacheStats()
+        return stats
+
+    def name_blocks(self, request: Request, num_tokens: int) -> None:
+        """Let others find the blocks that the request's first `num_tokens` tokens fill. Their hashes are
+        known.
+        """
+        if self.hasher is None:
+            return
+        first = request.num_named_blocks
+        last = num_tokens // self.block_size
+        if first < last:
+            self.pool.name(request.block_ids[first:last], request.block_hashes[first:last])
+            request.num_named_blocks = last
+
+    def free(self, request: Request) -> None:
+        """Take back all blocks of a request."""
+        self.pool.release(request.block_ids, request.num_named_blocks)
+        request.block_ids = []
+        request.num_named_blocks = 0
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached content. False, and nothing is done, while any request holds a block."""
+        if not self.pool.forget_all():
+            return False
+        self.prefix_stats.reset = True
+        return True

@@ -1,0 +1,282 @@
+"""One request, from its arrival to its last output.
+
+What changes every step while a request runs (counts of tokens, the last tokens sampled) lives in the
+columns of `scheduler.running.RunningBatch`; this object holds what is rare, and everything while the
+request waits.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine_core.errors import RequestError
+from engine_core.protocol import EngineCoreEvent, EngineCoreRequest, EventType, FinishReason, PrefillStats
+from executor.sampling_params import SamplingParams
+from executor.step import Int32s, LoRARequest, PromptLogprobs
+
+if TYPE_CHECKING:
+    from engine_core.kv_cache.hashing import BlockHasher
+
+
+class Status(enum.IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2  # waits again; has been running
+    FINISHED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a request must respect for this engine to serve it."""
+
+    max_model_len: int  # tokens of prompt and output
+    max_kv_tokens: int  # tokens that the whole KV cache holds
+    vocab_size: int | None = None  # token ids are below; None: not checked
+    max_loras: int = 0  # 0: no adapters
+
+
+class Request:
+    """A request and its token ids.
+
+    `prompt` is int32. Token ids sampled so far are in `output` (int32, native order) except those of the last
+    partial block of a running request, which are in the batch.
+    """
+
+    __slots__ = (
+        "abort_immediately",
+        "arrival_time",
+        "block_hashes",
+        "block_ids",
+        "cache_salt",
+        "client_index",
+        "drop_stale_output",
+        "error",
+        "events",
+        "finish_reason",
+        "lora",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_named_blocks",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_stale_tokens",
+        "output",
+        "params",
+        "prefilled",
+        "priority",
+        "prompt",
+        "prompt_logprobs",
+        "queue_entry",
+        "request_id",
+        "skip_reading_prefix_cache",
+        "slot",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "trace_headers",
+        "wire_prefix",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Int32s,
+        params: SamplingParams,
+        *,
+        client_index: int = 0,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
+        trace_headers: dict[str, str] | None = None,
+        abort_immediately: bool = False,
+        block_hasher: BlockHasher | None = None,
+    ) -> None:
+        """Hashes the prompt's full blocks if a hasher is given. `params.max_tokens` None means no limit."""
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.client_index = client_index
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.cache_salt = cache_salt
+        self.lora = lora
+        self.trace_headers = trace_headers
+        self.abort_immediately = abort_immediately
+        self.wire_prefix: bytes | None = None  # set and used by the encoder of outputs
+
+        self.num_prompt_tokens = len(prompt)
+        self.max_tokens = params.max_tokens if params.max_tokens is not None else sys.maxsize
+        self.stop_token_ids = frozenset(params.stop_token_ids) if params.stop_token_ids else None
+        # Prompt log-probs need every position computed.
+        skip = params.skip_reading_prefix_cache
+        self.skip_reading_prefix_cache = params.prompt_logprobs is not None if skip is None else skip
+
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: RequestError | None = None
+        self.events: list[EngineCoreEvent] | None = None
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0  # of the prompt, when it was first admitted
+        self.prefilled = False  # its first output is out
+        self.prompt_logprobs: list[PromptLogprobs] | None = None  # so far, until the first output
+
+        self.slot = -1  # row in the workers' batch; -1: not running
+        self.output = bytearray()
+        self.block_ids: list[int] = []
+        self.num_named_blocks = 0  # blocks at the front of block_ids that others may share
+        self.block_hashes: list[bytes] = []
+        # Tokens of steps that were in flight when the request was preempted, and whether what those steps
+        # sample is dropped. While they are in flight the request does not run again, unless it is dropped.
+        self.num_stale_tokens = 0
+        self.drop_stale_output = False
+        self.queue_entry: object | None = None  # the priority queue's
+
+        if block_hasher is not None:
+            self.extend_hashes(block_hasher)
+
+    @classmethod
+    def from_wire(
+        cls, wire: EngineCoreRequest, limits: RequestLimits, block_hasher: BlockHasher | None = None
+    ) -> Request:
+        """Validate and convert. Raises `RequestError` with code "validation_error"."""
+        params = wire.sampling_params
+        unsupported = (
+            ("mm_features", wire.mm_features, "multi-modal inputs"),
+            ("pooling_params", wire.pooling_params, "pooling"),
+            ("prompt_embeds", wire.prompt_embeds, "prompt embeddings"),
+            ("resumable", wire.resumable, "streaming inputs"),
+            ("structured_outputs", params and params.structured_outputs, "structured outputs"),
+        )
+        for name, value, feature in unsupported:
+            if value:
+                raise _invalid(wire.request_id, f"{feature} ({name}) are not supported by this engine")
+        if params is None:
+            raise _invalid(wire.request_id, "sampling_params is missing")
+        prompt = _prompt_array(wire)
+        _check_prompt(wire.request_id, prompt, limits)
+        _check_params(wire.request_id, params)
+        if wire.lora_request is not None and not limits.max_loras:
+            raise _invalid(wire.request_id, "LoRA adapters are not enabled on this engine (--enable-lora)")
+        return cls(
+            wire.request_id,
+            prompt,
+            params,
+            client_index=wire.client_index,
+            priority=wire.priority,
+            arrival_time=wire.arrival_time,
+            cache_salt=wire.cache_salt,
+            lora=wire.lora_request,
+            trace_headers=wire.trace_headers,
+            abort_immediately=wire.abort_immediately,
+            block_hasher=block_hasher,
+        )
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens})"
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output tokens. Not for a running request: its last ones are in the batch."""
+        return self.num_prompt_tokens + len(self.output) // 4
+
+    def output_tokens(self) -> Int32s:
+        """Output tokens so far, a copy. Not for a running request."""
+        return np.frombuffer(bytes(self.output), np.int32)
+
+    def known_tokens(self) -> Int32s:
+        """Prompt, then output tokens. Not for a running request."""
+        if not self.output:
+            return self.prompt
+        return np.concatenate((self.prompt, self.output_tokens()))
+
+    def extend_hashes(self, hasher: BlockHasher) -> None:
+        """Hash the full blocks of known tokens that have no hash yet. Not for a running request."""
+        hashes = self.block_hashes
+        done = len(hashes) * hasher.block_size
+        if self.num_known_tokens < done + hasher.block_size:
+            return
+        parent = hashes[-1] if hashes else hasher.root(self.cache_salt, self.lora)
+        tokens = self.prompt if not self.output else self.known_tokens()
+        hashes.extend(hasher.chain(parent, tokens[done:]))
+
+    def record_event(self, type_: EventType, timestamp: float) -> None:
+        event = EngineCoreEvent(type_, timestamp)
+        if self.events is None:
+            self.events = [event]
+        else:
+            self.events.append(event)
+
+    def take_events(self) -> list[EngineCoreEvent] | None:
+        events, self.events = self.events, None
+        return events
+
+    def prefill_stats(self, block_size: int) -> PrefillStats:
+        """How the prompt was computed; for the first output, while the request's blocks are still held."""
+        prompt, cached = self.num_prompt_tokens, self.num_cached_tokens
+        return PrefillStats(
+            num_prompt_tokens=prompt,
+            num_computed_tokens=prompt - cached,
+            num_cached_tokens=cached,
+            num_local_cached_tokens=cached,
+            num_cache_creation_tokens=max(0, min(self.num_named_blocks * block_size, prompt) - cached),
+        )
+
+
+def _invalid(request_id: str, message: str) -> RequestError:
+    return RequestError("validation_error", message, request_id=request_id)
+
+
+def _prompt_array(wire: EngineCoreRequest) -> Int32s:
+    tokens = wire.prompt_token_ids
+    if tokens is None or not len(tokens):
+        raise _invalid(wire.request_id, "the prompt is empty")
+    if isinstance(tokens, bytes):
+        if len(tokens) % 4:
+            raise _invalid(wire.request_id, f"the prompt has {len(tokens)} bytes, no multiple of 4")
+        return np.frombuffer(tokens, np.dtype("<i4"))
+    try:
+        return np.array(tokens, np.int32)
+    except OverflowError:
+        raise _invalid(wire.request_id, "a token id of the prompt is out of range") from None
+
+
+def _check_prompt(request_id: str, prompt: Int32s, limits: RequestLimits) -> None:
+    if len(prompt) >= limits.max_model_len:
+        raise _invalid(
+            request_id,
+            f"the prompt has {len(prompt)} tokens; with one output token that is more than the model's "
+            f"maximum length of {limits.max_model_len}",
+        )
+    if len(prompt) > limits.max_kv_tokens:
+        raise _invalid(
+            request_id,
+            f"the prompt has {len(prompt)} tokens, but the whole KV cache holds {limits.max_kv_tokens}",
+        )
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or (limits.vocab_size is not None and high >= limits.vocab_size):
+        wrong = low if low < 0 else high
+        raise _invalid(
+            request_id,
+            f"token id {wrong} of the prompt is out of range"
+            + (f" (the vocabulary has {limits.vocab_size})" if limits.vocab_size is not None else ""),
+        )
+
+
+def _check_params(request_id: str, params: SamplingParams) -> None:
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise _invalid(request_id, f"max_tokens must be at least 1, got {params.max_tokens}")
+    if params.min_tokens < 0:
+        raise _invalid(request_id, f"min_tokens must be at least 0, got {params.min_tokens}")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None and value < -1:
+            raise _invalid(
+                request_id, f"{name} must be at least 0, or -1 for the whole vocabulary, got {value}"
+            )

@@ -1,0 +1,265 @@
+"""The running batch as columns.
+
+Row i of every column belongs to the i-th running request in scheduling order. Rows are dense, so that a
+step of the whole batch is a few operations on slices; when requests leave, the rows behind them move up,
+and the steps that are still with the workers are told (`InFlightStep.rows`).
+
+Which columns who writes, and when:
+
+    column        meaning                                              written
+    slot          row in the workers' batch, kept while it runs        add
+    known         prompt and output tokens                             add, update_from_output
+    computed      tokens whose KV is computed, in-flight included      add, schedule
+    placeholders  output tokens that steps in flight sample (async)    schedule, update_from_output
+    limit         known tokens at which the length ends the request    add
+    eos           token id that ends the request; -1: none             add
+    capacity      tokens that the request's blocks hold                add, schedule
+    next_name     known tokens at which the next block gets its name   add, schedule, update_from_output
+    chunk         1 if its last step left known tokens uncomputed      schedule
+    client        client_index                                         add
+    care          bits below: what keeps it from the plain path        add, update_from_output
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_core.request import Request
+from executor.step import Int32s
+
+# Bits of `care`.
+ONCE = 1  # the next output carries more than a token: prefill stats or events
+ALWAYS = 2  # every output does: log-probs
+CHECK = 4  # stop token ids or repetition detection
+
+NEVER = np.iinfo(np.int32).max
+
+
+class Columns(NamedTuple):
+    """Views of the columns, (n,) int32 each, valid until requests join or leave."""
+
+    slot: Int32s
+    known: Int32s
+    computed: Int32s
+    placeholders: Int32s
+    limit: Int32s
+    eos: Int32s
+    capacity: Int32s
+    next_name: Int32s
+    chunk: Int32s
+    client: Int32s
+    care: Int32s
+
+
+class Row(NamedTuple):
+    """One row, as ints."""
+
+    slot: int
+    known: int
+    computed: int
+    placeholders: int
+    limit: int
+    eos: int
+    capacity: int
+    next_name: int
+    chunk: int
+    client: int
+    care: int
+
+
+SLOT, KNOWN, COMPUTED, PLACEHOLDERS, LIMIT, EOS, CAPACITY, NEXT_NAME, CHUNK, CLIENT, CARE = range(
+    len(Columns._fields)
+)
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A step that the workers have not answered yet."""
+
+    step_id: int
+    requests: list[Request]  # in the step's order
+    num_scheduled_tokens: Int32s
+    rows: Int32s | None  # where they are in the batch now, -1: no longer; None: rows 0 .. n - 1, in order
+
+    def row_list(self) -> Int32s:
+        if self.rows is None:
+            return np.arange(len(self.requests), dtype=np.int32)
+        return self.rows
+
+
+class RunningBatch:
+    """At most `max_num_seqs` requests, each with a slot below that."""
+
+    def __init__(self, max_num_seqs: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.requests: list[Request] = []
+        self.table = np.zeros((len(Columns._fields), max_num_seqs), np.int32)
+        # By slot: the known tokens of the last, partial block; position p is at p % block_size.
+        self.tail = np.zeros((max_num_seqs, block_size), np.int32)
+        self.clients: dict[int, int] = {}  # client_index: number of its running requests
+        self.in_flight: list[InFlightStep] = []  # oldest first
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def columns(self) -> Columns:
+        return Columns(*self.table[:, : len(self.requests)])
+
+    def row(self, row: int) -> Row:
+        return Row(*self.table[:, row].tolist())
+
+    def add(self, request: Request, computed: int, limit: int, next_name: int, care: int) -> None:
+        """Append a row for a request whose tokens are all in the request."""
+        known = request.num_known_tokens
+        slot = self._free_slots.pop()
+        request.slot = slot
+        eos = request.params.eos_token_id
+        self.table[:, len(self.requests)] = (
+            slot,
+            known,
+            computed,
+            0,
+            limit,
+            -1 if eos is None else eos,
+            len(request.block_ids) * self.block_size,
+            next_name,
+            0,
+            request.client_index,
+            care,
+        )
+        self.requests.append(request)
+        partial = known % self.block_size
+        if partial:
+            self.tail[slot, :partial] = self._last_tokens(request, partial)
+        self.clients[request.client_index] = self.clients.get(request.client_index, 0) + 1
+
+    @staticmethod
+    def _last_tokens(request: Request, count: int) -> Int32s:
+        if not request.output:
+            return request.prompt[-count:]
+        output = np.frombuffer(bytes(request.output[-4 * count :]), np.int32)
+        missing = count - len(output)
+        return np.concatenate((request.prompt[-missing:], output)) if missing else output
+
+    def full_block(self, row: int, known: int) -> bytes:
+        """The request's known token number `known` is its block's last: file what is not filed yet.
+
+        Returns the int32 tokens of the whole block.
+        """
+        request = self.requests[row]
+        block: bytes = self.tail[request.slot].tobytes()
+        request.output += block[-4 * (known - request.num_known_tokens) :]
+        return block
+
+    def output_tail(self, row: int, count: int) -> list[int]:
+        """The last `count` output tokens of a row, or all if there are fewer."""
+        request = self.requests[row]
+        known = int(self.table[KNOWN, row])
+        filed = request.num_known_tokens
+        tail: list[int] = self.tail[request.slot, filed % self.block_size :][: known - filed].tolist()
+        if len(tail) < count and request.output:
+            older = np.frombuffer(bytes(request.output[-4 * (count - len(tail)) :]), np.int32)
+            tail = older.tolist() + tail
+        return tail[-count:]
+
+    def remove(self, rows: list[int]) -> None:
+        """Requests leave, given by ascending rows. Their last tokens are filed with them; their slots
+        become free.
+
+        Blocks, status and queues are the caller's business.
+        """
+        count = len(self.requests)
+        for row in rows:
+            request = self.requests[row]
+            self._file_tail(row)
+            self._free_slots.append(request.slot)
+            request.slot = -1
+            left = self.clients[request.client_index] - 1
+            if left:
+                self.clients[request.client_index] = left
+            else:
+                del self.clients[request.client_index]
+        if len(rows) == 1:
+            row = rows[0]
+            self.table[:, row : count - 1] = self.table[:, row + 1 : count]
+            del self.requests[row]
+            for step in self.in_flight:
+                self._row_left(step, row)
+            return
+        keep = np.ones(count, bool)
+        keep[rows] = False
+        self.table[:, : count - len(rows)] = self.table[:, :count][:, keep]
+        for row in reversed(rows):
+            del self.requests[row]
+        moved = np.cumsum(keep, dtype=np.int32) - 1
+        moved[rows] = -1
+        for step in self.in_flight:
+            before = step.row_list()
+            step.rows = np.where(before < 0, before, moved[before])
+
+    @staticmethod
+    def _row_left(step: InFlightStep, row: int) -> None:
+        if step.rows is None:
+            if row >= len(step.requests):
+                return
+            step.rows = step.row_list()
+        rows = step.rows
+        rows[rows == row] = -1
+        rows[rows > row] -= 1
+
+    def _file_tail(self, row: int) -> None:
+        """Move what the tail holds of the output to the request."""
+        request = self.requests[row]
+        known = int(self.table[KNOWN, row])
+        filed = request.num_known_tokens
+        if known > filed:
+            start = filed % self.block_size
+            request.output += self.tail[request.slot, start : start + known - filed].tobytes()
+
+    def num_in_flight(self, row: int) -> int:
+        """Tokens of a row that are with the workers."""
+        total = 0
+        for step in self.in_flight:
+            at = self._position(step, row)
+            if at is not None:
+                total += int(step.num_scheduled_tokens[at])
+        return total
+
+    @staticmethod
+    def _position(step: InFlightStep, row: int) -> int | None:
+        if step.rows is None:
+            return row if row < len(step.requests) else None
+        found: npt.NDArray[np.intp] = np.flatnonzero(step.rows == row)
+        return int(found[0]) if len(found) else None
+
+    def check(self) -> list[str]:
+        """What is wrong with the columns, a sentence each; empty if nothing is."""
+        problems: list[str] = []
+        slots = [request.slot for request in self.requests]
+        everyone = sorted(slots + self._free_slots)
+        if everyone != list(range(self.table.shape[1])):
+            problems.append("slots are not a partition: " + ", ".join(map(str, everyone)))
+        clients: dict[int, int] = {}
+        for row, request in enumerate(self.requests):
+            clients[request.client_index] = clients.get(request.client_index, 0) + 1
+            c = self.row(row)
+            who = f"running request {request.request_id}"
+            if c.slot != request.slot:
+                problems.append(f"{who} has slot {request.slot}, its row says {c.slot}")
+            if c.capacity != len(request.block_ids) * self.block_size:
+                problems.append(f"{who} has {len(request.block_ids)} blocks, room for {c.capacity} tokens")
+            if c.computed > c.capacity:
+                problems.append(f"{who} has {c.computed} tokens computed in room for {c.capacity}")
+            if c.computed > c.known + c.placeholders:
+                problems.append(f"{who} has {c.computed} tokens computed of {c.known} + {c.placeholders}")
+            filed = request.num_known_tokens
+            if not max(request.num_prompt_tokens, c.known - c.known % self.block_size) <= filed <= c.known:
+                problems.append(f"{who} knows {c.known} tokens, of which {filed} are filed")
+        if clients != self.clients:
+            problems.append(f"clients are counted as {self.clients}, but are {clients}")
+        return problems

@@ -1,0 +1,164 @@
+"""First half of a plan: tokens and blocks for the requests that run already.
+
+Two ways to the same decisions. `grant_together` plans the whole batch with operations on columns; it gives
+up, having changed nothing, when free blocks could run out, because then the order matters: requests must be
+preempted. `grant_in_order` is vLLM 0.33's loop, request by request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.request import Request, Status
+from engine_core.scheduler.running import CAPACITY, NEVER, NEXT_NAME, Row, RunningBatch
+from executor.step import Int32s
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """What holds for one step."""
+
+    budget: int  # tokens
+    long_prefill_limit: int  # tokens of one request; 0: none
+    defer_prefills: bool  # requests whose known tokens are not all computed sit this step out
+    max_model_len: int
+    priority: bool  # the victim of a preemption is the worst by (priority, arrival); else the newest
+
+
+@dataclass(slots=True)
+class Grants:
+    """Who runs in this step, of those that ran already. Rows as they are when all is granted."""
+
+    rows: Int32s | None  # ascending; None: all rows
+    counts: Int32s  # tokens of each, >= 1
+    block_slots: list[int] = field(default_factory=list)  # new blocks, in order: slot and block id
+    block_ids: list[int] = field(default_factory=list)
+    preempted: bool = False
+    prefills: bool = False  # one had known tokens left uncomputed by its last step
+
+
+def name_blocks(batch: RunningBatch, kv: KVCacheManager, row: int, num_tokens: int) -> None:
+    """Let others find the blocks that the first `num_tokens` tokens of a row fill."""
+    request = batch.requests[row]
+    kv.name_blocks(request, num_tokens)
+    batch.table[NEXT_NAME, row] = next_name(request, kv)
+
+
+def next_name(request: Request, kv: KVCacheManager) -> int:
+    """Known tokens at which the request's next block gets its name."""
+    return NEVER if kv.hasher is None else (request.num_named_blocks + 1) * kv.block_size
+
+
+def grant_together(batch: RunningBatch, kv: KVCacheManager, rules: StepRules) -> Grants | None:
+    """Plan all rows at once; None, with nothing changed, if blocks might not suffice."""
+    c = batch.columns()
+    target = c.known + c.placeholders
+    counts = target - c.computed
+    ends = target >= c.limit  # the token in flight is the request's last: it needs no further step
+    if np.count_nonzero(ends):
+        counts[ends] = 0
+    if rules.long_prefill_limit:
+        np.minimum(counts, rules.long_prefill_limit, out=counts)
+    if rules.defer_prefills:
+        counts[c.chunk != 0] = 0
+    if int(counts.sum()) > rules.budget:
+        spent_before = np.cumsum(counts) - counts
+        np.minimum(counts, np.maximum(rules.budget - spent_before, 0), out=counts)
+    after = c.computed + counts
+    prefills = bool(np.count_nonzero(c.chunk)) and bool(c.chunk[counts > 0].any())
+
+    block_slots: list[int] = []
+    block_ids: list[int] = []
+    growing = np.flatnonzero(after > c.capacity)
+    if len(growing):
+        needs = -(-(after[growing] - c.capacity[growing]) // batch.block_size)
+        if int(needs.sum()) > kv.pool.num_free:
+            return None
+        for row, need in zip(growing.tolist(), needs.tolist(), strict=True):
+            request = batch.requests[row]
+            blocks = kv.grow(request, need)
+            block_ids += blocks
+            block_slots += [request.slot] * need
+        c.capacity[growing] += needs * np.int32(batch.block_size)
+    if kv.hasher is not None:
+        filled = np.minimum(after, c.known)
+        for row in np.flatnonzero(filled >= c.next_name).tolist():
+            name_blocks(batch, kv, row, int(filled[row]))
+
+    if np.count_nonzero(counts) == len(counts):
+        return Grants(None, counts, block_slots, block_ids, prefills=prefills)
+    rows = np.flatnonzero(counts).astype(np.int32)
+    return Grants(rows, counts[rows], block_slots, block_ids, prefills=prefills)
+
+
+def grant_in_order(
+    batch: RunningBatch, kv: KVCacheManager, rules: StepRules, preempt: Callable[[int], None]
+) -> Grants:
+    """Plan row by row. `preempt(row)` makes a request leave the batch and wait again."""
+    budget = rules.budget
+    granted: dict[Request, int] = {}
+    new_blocks: dict[Request, list[int]] = {}
+    preempted = prefills = False
+    row = 0
+    while row < len(batch) and budget > 0:
+        request = batch.requests[row]
+        c = batch.row(row)
+        count = _wanted(c, rules, budget)
+        if count <= 0:
+            row += 1
+            continue
+        need = max(0, -(-(c.computed + count - c.capacity) // batch.block_size))
+        while need > kv.pool.num_free and request.status is Status.RUNNING:
+            victim_row = _victim(batch, rules)
+            victim = batch.requests[victim_row]
+            if victim_row < row:
+                row -= 1
+            budget += granted.pop(victim, 0)
+            new_blocks.pop(victim, None)
+            preempt(victim_row)
+            preempted = True
+        if request.status is not Status.RUNNING:
+            if rules.priority:
+                continue  # it was the worst; those behind it are better, and may use what it freed
+            break
+        if need:
+            new_blocks[request] = kv.grow(request, need)
+            batch.table[CAPACITY, row] += need * batch.block_size
+        granted[request] = count
+        prefills |= bool(c.chunk)
+        name_blocks(batch, kv, row, min(c.computed + count, c.known))
+        budget -= count
+        row += 1
+
+    rows = [row for row, request in enumerate(batch.requests) if request in granted]
+    return Grants(
+        np.array(rows, np.int32),
+        np.array(list(granted.values()), np.int32),
+        [request.slot for request, blocks in new_blocks.items() for _ in blocks],
+        [block for blocks in new_blocks.values() for block in blocks],
+        preempted,
+        prefills,
+    )
+
+
+def _wanted(c: Row, rules: StepRules, budget: int) -> int:
+    """Tokens for a row, if blocks suffice."""
+    if c.placeholders > 0 and c.computed + 2 - c.placeholders >= c.limit:
+        return 0
+    if rules.defer_prefills and c.chunk:
+        return 0
+    count = c.known + c.placeholders - c.computed
+    if rules.long_prefill_limit:
+        count = min(count, rules.long_prefill_limit)
+    return min(count, budget, rules.max_model_len - c.computed - 1)
+
+
+def _victim(batch: RunningBatch, rules: StepRules) -> int:
+    if not rules.priority:
+        return len(batch) - 1
+    worst = max(batch.requests, key=lambda request: (request.priority, request.arrival_time))
+    return batch.requests.index(worst)
