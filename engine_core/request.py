@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import enum
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine_core.errors import RequestError
 from engine_core.protocol import EngineCoreEvent, EngineCoreRequest, EventType, FinishReason, PrefillStats
+from engine_core.validation import RequestLimits, validate_request
 from executor.sampling_params import SamplingParams
 from executor.step import Int32s, LoRARequest, PromptLogprobs
 
@@ -28,16 +28,6 @@ class Status(enum.IntEnum):
     RUNNING = 1
     PREEMPTED = 2  # waits again; has been running
     FINISHED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """What a request must respect for this engine to serve it."""
-
-    max_model_len: int  # tokens of prompt and output
-    max_kv_tokens: int  # tokens that the whole KV cache holds
-    vocab_size: int | None = None  # token ids are below; None: not checked
-    max_loras: int = 0  # 0: no adapters
 
 
 class Request:
@@ -146,24 +136,7 @@ class Request:
         cls, wire: EngineCoreRequest, limits: RequestLimits, block_hasher: BlockHasher | None = None
     ) -> Request:
         """Validate and convert. Raises `RequestError` with code "validation_error"."""
-        params = wire.sampling_params
-        unsupported = (
-            ("mm_features", wire.mm_features, "multi-modal inputs"),
-            ("pooling_params", wire.pooling_params, "pooling"),
-            ("prompt_embeds", wire.prompt_embeds, "prompt embeddings"),
-            ("resumable", wire.resumable, "streaming inputs"),
-            ("structured_outputs", params and params.structured_outputs, "structured outputs"),
-        )
-        for name, value, feature in unsupported:
-            if value:
-                raise _invalid(wire.request_id, f"{feature} ({name}) are not supported by this engine")
-        if params is None:
-            raise _invalid(wire.request_id, "sampling_params is missing")
-        prompt = _prompt_array(wire)
-        _check_prompt(wire.request_id, prompt, limits)
-        _check_params(wire.request_id, params)
-        if wire.lora_request is not None and not limits.max_loras:
-            raise _invalid(wire.request_id, "LoRA adapters are not enabled on this engine (--enable-lora)")
+        prompt, params = validate_request(wire, limits)
         return cls(
             wire.request_id,
             prompt,
@@ -227,56 +200,3 @@ class Request:
             num_local_cached_tokens=cached,
             num_cache_creation_tokens=max(0, min(self.num_named_blocks * block_size, prompt) - cached),
         )
-
-
-def _invalid(request_id: str, message: str) -> RequestError:
-    return RequestError("validation_error", message, request_id=request_id)
-
-
-def _prompt_array(wire: EngineCoreRequest) -> Int32s:
-    tokens = wire.prompt_token_ids
-    if tokens is None or not len(tokens):
-        raise _invalid(wire.request_id, "the prompt is empty")
-    if isinstance(tokens, bytes):
-        if len(tokens) % 4:
-            raise _invalid(wire.request_id, f"the prompt has {len(tokens)} bytes, no multiple of 4")
-        return np.frombuffer(tokens, np.dtype("<i4"))
-    try:
-        return np.array(tokens, np.int32)
-    except OverflowError:
-        raise _invalid(wire.request_id, "a token id of the prompt is out of range") from None
-
-
-def _check_prompt(request_id: str, prompt: Int32s, limits: RequestLimits) -> None:
-    if len(prompt) >= limits.max_model_len:
-        raise _invalid(
-            request_id,
-            f"the prompt has {len(prompt)} tokens; with one output token that is more than the model's "
-            f"maximum length of {limits.max_model_len}",
-        )
-    if len(prompt) > limits.max_kv_tokens:
-        raise _invalid(
-            request_id,
-            f"the prompt has {len(prompt)} tokens, but the whole KV cache holds {limits.max_kv_tokens}",
-        )
-    low, high = int(prompt.min()), int(prompt.max())
-    if low < 0 or (limits.vocab_size is not None and high >= limits.vocab_size):
-        wrong = low if low < 0 else high
-        raise _invalid(
-            request_id,
-            f"token id {wrong} of the prompt is out of range"
-            + (f" (the vocabulary has {limits.vocab_size})" if limits.vocab_size is not None else ""),
-        )
-
-
-def _check_params(request_id: str, params: SamplingParams) -> None:
-    if params.max_tokens is not None and params.max_tokens < 1:
-        raise _invalid(request_id, f"max_tokens must be at least 1, got {params.max_tokens}")
-    if params.min_tokens < 0:
-        raise _invalid(request_id, f"min_tokens must be at least 0, got {params.min_tokens}")
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name)
-        if value is not None and value < -1:
-            raise _invalid(
-                request_id, f"{name} must be at least 0, or -1 for the whole vocabulary, got {value}"
-            )

@@ -19,10 +19,16 @@ MAX_PROMPT_LOGPROB_ENTRIES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What the model and the configuration allow."""
+    """What the model, the KV cache and the configuration allow."""
 
-    vocab_size: int
-    max_model_len: int
+    max_model_len: int  # tokens of prompt and output
+    max_kv_tokens: int  # tokens that the whole KV cache holds
+    vocab_size: int | None = None  # token ids are below; None: not checked
+    max_loras: int = 0  # 0: no adapters
+
+    @property
+    def num_token_ids(self) -> int:
+        return 1 << 31 if self.vocab_size is None else self.vocab_size
 
     @property
     def max_payload_bytes(self) -> int:
@@ -30,8 +36,13 @@ class RequestLimits:
         return 9 * self.max_model_len + (4 << 20)
 
 
-def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> npt.NDArray[np.int32]:
-    """The prompt, if the request can be served. Raises `RequestError` with code "validation_error"."""
+def validate_request(
+    request: EngineCoreRequest, limits: RequestLimits
+) -> tuple[npt.NDArray[np.int32], SamplingParams]:
+    """The prompt and how to sample, if the request can be served.
+
+    Raises `RequestError` with code "validation_error".
+    """
     if not request.request_id:
         raise _refusal("request_id is empty")
     _refuse_unsupported(request)
@@ -41,7 +52,9 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> npt.N
     prompt = _prompt_tokens(request.prompt_token_ids, limits)
     _check_lengths(params, len(prompt), limits)
     _check_sampling(params, limits)
-    return prompt
+    if request.lora_request is not None and not limits.max_loras:
+        raise _refusal("lora_request: adapters are not enabled on this engine (--enable-lora)")
+    return prompt, params
 
 
 def _refusal(message: str) -> RequestError:
@@ -70,6 +83,10 @@ def _prompt_tokens(tokens: list[int] | bytes | None, limits: RequestLimits) -> n
             f"prompt_token_ids has {count} tokens and leaves no room for output: "
             f"max_model_len is {limits.max_model_len}"
         )
+    if count > limits.max_kv_tokens:
+        raise _refusal(
+            f"prompt_token_ids has {count} tokens, but the whole KV cache holds {limits.max_kv_tokens}"
+        )
     if isinstance(tokens, bytes):
         if len(tokens) % 4:
             raise _refusal(f"prompt_token_ids has {len(tokens)} bytes, not a multiple of 4")
@@ -80,7 +97,7 @@ def _prompt_tokens(tokens: list[int] | bytes | None, limits: RequestLimits) -> n
         except OverflowError:
             raise _outside_vocabulary(tokens, limits) from None
     # As unsigned numbers the negative ones are too large as well.
-    if int(prompt.view(np.uint32).max()) >= limits.vocab_size:
+    if int(prompt.view(np.uint32).max()) >= limits.num_token_ids:
         raise _outside_vocabulary(prompt.tolist(), limits)
     return prompt
 
@@ -88,8 +105,8 @@ def _prompt_tokens(tokens: list[int] | bytes | None, limits: RequestLimits) -> n
 def _outside_vocabulary(
     tokens: list[int], limits: RequestLimits, field: str = "prompt_token_ids"
 ) -> RequestError:
-    index, token = next((i, t) for i, t in enumerate(tokens) if not 0 <= t < limits.vocab_size)
-    return _refusal(f"{field}[{index}] = {token} is outside the vocabulary of {limits.vocab_size} tokens")
+    index, token = next((i, t) for i, t in enumerate(tokens) if not 0 <= t < limits.num_token_ids)
+    return _refusal(f"{field}[{index}] = {token} is outside the vocabulary of {limits.num_token_ids} tokens")
 
 
 def _check_lengths(params: SamplingParams, num_prompt_tokens: int, limits: RequestLimits) -> None:
@@ -100,10 +117,11 @@ def _check_lengths(params: SamplingParams, num_prompt_tokens: int, limits: Reque
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise _refusal(f"min_tokens = {params.min_tokens} exceeds max_tokens = {params.max_tokens}")
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        if count is not None and not -1 <= count <= limits.vocab_size:
-            raise _refusal(f"{name} = {count} must be -1 (the whole vocabulary) or 0 to {limits.vocab_size}")
+        if count is not None and not -1 <= count <= limits.num_token_ids:
+            most = limits.num_token_ids
+            raise _refusal(f"{name} = {count} must be -1 (the whole vocabulary) or 0 to {most}")
     if params.prompt_logprobs is not None:
-        columns = limits.vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs + 1
+        columns = limits.num_token_ids if params.prompt_logprobs == -1 else params.prompt_logprobs + 1
         if columns * num_prompt_tokens > MAX_PROMPT_LOGPROB_ENTRIES:
             raise _refusal(
                 f"prompt_logprobs = {params.prompt_logprobs} for {num_prompt_tokens} prompt tokens makes "
@@ -140,5 +158,5 @@ def _check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
 
 
 def _check_ids(field: str, tokens: list[int], limits: RequestLimits) -> None:
-    if tokens and (min(tokens) < 0 or max(tokens) >= limits.vocab_size):
+    if tokens and (min(tokens) < 0 or max(tokens) >= limits.num_token_ids):
         raise _outside_vocabulary(tokens, limits, field)

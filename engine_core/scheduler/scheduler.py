@@ -22,7 +22,7 @@ from engine_core.kv_cache.hashing import BlockHasher
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.outputs import StepOutputs
 from engine_core.protocol import EngineCoreOutput, EventType, FinishReason, LogprobsLists, SchedulerStats
-from engine_core.request import Request, RequestLimits, Status
+from engine_core.request import Request, Status
 from engine_core.scheduler.outcome import (
     OutputCollector,
     SampledLogprobs,
@@ -40,6 +40,7 @@ from engine_core.scheduler.running_phase import (
 )
 from engine_core.scheduler.stopping import Stop, check_stop, repetition_window
 from engine_core.scheduler.waiting import make_queue
+from engine_core.validation import RequestLimits
 from executor.step import EMPTY, Int32s, ModelRunnerOutput, NewRequest, SchedulerOutput
 from transport.clock import SYSTEM_CLOCK, Clock
 

@@ -11,9 +11,10 @@ from engine_core.errors import RequestError
 from engine_core.protocol import EngineCoreRequest
 from engine_core.validation import RequestLimits, validate_request
 from executor.sampling_params import SamplingParams
+from executor.step import LoRARequest
 
 DEFAULTS = SamplingParams()
-LIMITS = RequestLimits(vocab_size=100, max_model_len=10)
+LIMITS = RequestLimits(max_model_len=10, max_kv_tokens=8, vocab_size=100)
 
 
 def request(
@@ -27,7 +28,7 @@ def request(
 
 def test_prompt_comes_back_as_int32_from_a_list_or_from_bytes() -> None:
     for prompt in ([1, 2, 99], np.array([1, 2, 99], "<i4").tobytes()):
-        tokens = validate_request(request(prompt), LIMITS)
+        tokens, _ = validate_request(request(prompt), LIMITS)
         assert tokens.dtype == np.int32 and tokens.tolist() == [1, 2, 99]
 
 
@@ -42,6 +43,8 @@ def test_prompt_comes_back_as_int32_from_a_list_or_from_bytes() -> None:
         (request((2**40, 1)), r"prompt_token_ids\[0\] = 1099511627776"),
         (request(np.array([1, -7], "<i4").tobytes()), r"prompt_token_ids\[1\] = -7"),
         (request((1,) * 10), "10 tokens and leaves no room for output: max_model_len is 10"),
+        (request((1,) * 9), "9 tokens, but the whole KV cache holds 8"),
+        (request(lora_request=LoRARequest("a", 1, "/a")), "adapters are not enabled"),
         (request(request_id=""), "request_id is empty"),
         (request(params=None), "sampling_params is missing"),
         (request(params=None, pooling_params=["embed"]), "pooling"),
@@ -93,6 +96,6 @@ def test_defaults_of_both_front_ends_pass() -> None:
 
 
 def test_prompt_logprobs_of_a_giant_prompt_are_refused() -> None:
-    limits = RequestLimits(vocab_size=200_000, max_model_len=1_000)
+    limits = RequestLimits(max_model_len=1_000, max_kv_tokens=10_000, vocab_size=200_000)
     with pytest.raises(RequestError, match="prompt_logprobs"):
         validate_request(request((1,) * 500, SamplingParams(prompt_logprobs=-1)), limits)
