@@ -179,6 +179,7 @@ class Attachment:
     connection: socket.socket
 
     def close(self) -> None:
+        self.ring.close()
         self.connection.close()
         for fd in (self.doorbell, self.writer_doorbell, self.writer_pidfd):
             os.close(fd)

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 _NO_MESSAGE = memoryview(b"")
 
 
+def _nothing() -> None:
+    pass
+
+
 class Handle(msgspec.Struct, frozen=True, kw_only=True):
     """What a reader needs to attach. Plain data for msgspec; whoever holds it can attach, so treat it as a
     secret.
@@ -82,6 +86,10 @@ class Message:
         if self.view is not _NO_MESSAGE:
             self.view = _NO_MESSAGE
             self._release()
+
+    def abandon(self) -> None:
+        """Keep the view but give nothing back any more: the queue is being closed."""
+        self._release = _nothing
 
 
 class MessageQueue(ABC):

@@ -79,8 +79,10 @@ class LocalReader(MessageQueue):
             return
         self._closed = True
         if os.getpid() == self._pid:
-            self._reader.close()
+            self._reader.leave()
+        self._message.abandon()
         self._sleeper.close()
+        self._reader.close()
         self._attachment.close()
 
     @property

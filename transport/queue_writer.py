@@ -109,13 +109,14 @@ class QueueWriter(MessageQueue):
             return
         self._error = QueueClosed(self.name, "this end")
         if os.getpid() == self._identity.pid:  # a forked child gives back its descriptors, no more
-            self._writer.close()
+            self._writer.finish()
             self._reception.close()
         for reader in self._readers.values():
             reader.close()
         self._sleeper.close()
         for fd in (*self._doorbells, self._room):
             os.close(fd)
+        self._ring.close()
 
     @property
     def stats(self) -> QueueStats:

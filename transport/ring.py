@@ -42,6 +42,7 @@ small working set stays in the cache instead of marching through all of the memo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -132,6 +133,14 @@ class ShmRingBuffer:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def close(self) -> None:
+        """Unmap the segment, now or when the last view of a message goes."""
+        self.close_fd()
+        self.words.release()
+        self.view.release()
+        with contextlib.suppress(BufferError):  # somebody still has a view or an array of a message
+            self.map.close()
 
 
 def _anonymous_file(size: int) -> int:
@@ -269,7 +278,7 @@ class RingWriter:
     def unpark(self) -> None:
         self._words[_WANT] = 0
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Tell the readers that nothing will follow."""
         self._words[_STATE] = _CLOSED
         memory_fence()
@@ -390,6 +399,10 @@ class RingReader:
         """(index, value) of the word to wait on: it differs from the value once there is more to read."""
         return _TAIL, self._tail
 
+    def offset(self) -> int:
+        """Where in the data this reader is, in bytes."""
+        return self._at & self._mask
+
     def is_closed(self) -> bool:
         """Whether the writer closed the ring in good order. What it published before can still be read."""
         return bool(self._words[_STATE] == _CLOSED)
@@ -408,15 +421,19 @@ class RingReader:
     def unpark(self) -> None:
         self._ring.view[8 * _PARKED + self._index] = 0
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Tell the writer that this reader will read no more."""
         self._words[self._head + 2] = 1
+
+    def close(self) -> None:
+        """Forget the segment, which the caller unmaps."""
+        self._readonly.release()
 
     def _take_piece(self, start: int, header: int) -> memoryview | None:
         """Skip a padding, or add a piece to the message being put together and release it at once."""
         kind, length = header >> _KIND_SHIFT, header & _LENGTH_MASK
         if kind == PAD:
-            self._at = self._next = self._at + self._ring.capacity - (self._at & self._mask)
+            self._at = self._next = self._at + self._ring.capacity - self.offset()
             return None
         payload = start + _HEADER
         if kind == FIRST:  # an unfinished one before it was given up by the writer
