@@ -27,6 +27,12 @@ class EngineCapacity(msgspec.Struct, frozen=True):
     eos_token_id: int | None = None
 
 
+def check_capacity(num_blocks: int) -> None:
+    """Raises `ValueError` if no request could ever run."""
+    if num_blocks < 2:
+        raise ValueError(f"the KV cache has room for {num_blocks} blocks; at least 2 are needed")
+
+
 class Future(Protocol[T_co]):
     """The answer to come of a call that was sent with `non_block=True`.
 

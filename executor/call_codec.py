@@ -18,7 +18,7 @@ from transport.codec import encode
 if TYPE_CHECKING:
     from transport.ring import Buffer
 
-CALL, REPLY, SHUT_DOWN = 3, 4, 5  # kinds of message
+CALL, REPLY = 3, 4  # kinds of message
 
 
 class Call(msgspec.Struct, array_like=True):
@@ -51,11 +51,6 @@ def encode_call(call: Call) -> list[Buffer]:
 def encode_reply(reply: Reply) -> list[Buffer]:
     """Raises TypeError if the value is neither plain data nor a numpy array."""
     return _encode_values(REPLY, reply)
-
-
-def encode_shut_down() -> list[Buffer]:
-    """Ask a rank to leave its loop and end."""
-    return encode(SHUT_DOWN, None)
 
 
 def decode_call(head: memoryview, arrays: Sequence[npt.NDArray[Any]]) -> Call:

@@ -89,7 +89,7 @@ class WorkerTimeout(_RankError, TimeoutError):
 
 @dataclass(eq=False)
 class WorkerStartFailed(_RankError):
-    """A rank did not become ready. `phase` is import, init, load, kv or ready: the one it was in."""
+    """A rank did not become ready. `phase` is the one it was in: spawn, import, init, load, kv or ready."""
 
     phase: str = "init"
     message: str = ""
@@ -112,10 +112,16 @@ class WorkerStartFailed(_RankError):
 
 
 class ExecutorClosed(ExecutorError):
-    """The executor was shut down."""
+    """The executor was not initialized, or was shut down."""
 
     def __str__(self) -> str:
-        return "the executor is shut down"
+        return "the executor is not running"
+
+
+def described(error: BaseException) -> str:
+    """`ValueError: what it says`."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def signal_name(exit_code: int | None) -> str | None:

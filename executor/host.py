@@ -17,8 +17,6 @@ from executor.config import ExecutorConfig
 from executor.step import Int32s, ModelRunnerOutput, SchedulerOutput
 from executor.worker import ModelInfo, Worker, resolve_worker_cls
 
-START_PHASES = ("import", "init", "load", "kv", "ready")
-
 
 class BadWorkerOutput(Exception):
     """`execute_model` returned something that does not answer its step."""

@@ -7,9 +7,9 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from executor.base import Completed, EngineCapacity, Executor, FailureCallback
+from executor.base import Completed, EngineCapacity, Executor, FailureCallback, check_capacity
 from executor.config import ExecutorConfig
-from executor.errors import ExecutorClosed, ExecutorError, WorkerFailed, WorkerStartFailed
+from executor.errors import ExecutorClosed, ExecutorError, WorkerFailed, WorkerStartFailed, described
 from executor.host import WorkerHost
 from executor.step import ModelRunnerOutput, SchedulerOutput
 
@@ -100,15 +100,3 @@ class UniProcExecutor(Executor):
         if not isinstance(self._failure, ExecutorClosed):
             self._failure = ExecutorClosed()
             self._host.shutdown()
-
-
-def described(error: BaseException) -> str:
-    """`ValueError: what it says`."""
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def check_capacity(num_blocks: int) -> None:
-    """Raises `ValueError` if no request could ever run."""
-    if num_blocks < 2:
-        raise ValueError(f"the KV cache has room for {num_blocks} blocks; at least 2 are needed")

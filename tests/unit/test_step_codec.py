@@ -12,14 +12,12 @@ from hypothesis.extra import numpy as hnp
 from executor.call_codec import (
     CALL,
     REPLY,
-    SHUT_DOWN,
     Call,
     Reply,
     decode_call,
     decode_reply,
     encode_call,
     encode_reply,
-    encode_shut_down,
 )
 from executor.sampling_params import SamplingParams
 from executor.step import (
@@ -195,7 +193,3 @@ def test_replies_carry_values_or_errors() -> None:
 def test_what_is_not_plain_data_is_refused() -> None:
     with pytest.raises(TypeError, match="object is neither plain data nor a numpy array"):
         encode_call(Call(1, "f", [object()], {}, None))
-
-
-def test_shut_down_has_its_own_kind() -> None:
-    assert received(encode_shut_down())[0] == SHUT_DOWN

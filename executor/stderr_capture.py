@@ -1,0 +1,115 @@
+"""The ranks' standard error: passed on line by line, and its end kept as evidence."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections import deque
+
+_CHUNK = 64 << 10
+_TAIL_LINES = 20
+_TAIL_BYTES = 8 << 10
+_LONGEST_LINE = 8 << 10
+
+
+class _Stream:
+    def __init__(self, fd: int, prefix: bytes) -> None:
+        self.fd = fd
+        self.prefix = prefix
+        self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+        self.partial = b""
+        self.unwritten = b""  # read, not yet passed on
+        self.open = True
+
+
+class StderrCapture:
+    """Reads the ends of the ranks' stderr pipes in a thread of its own, so that a blocked terminal blocks
+    nobody else.
+
+    `tail(rank)` also takes in what a process wrote just before it died.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[_Stream] = []
+        self._lock = threading.Lock()  # over reading; writing on happens outside
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="worker-stderr", daemon=True)
+
+    def add(self, fd: int, prefix: str) -> None:
+        """Take over the reading end of the next rank's pipe. Before `start`."""
+        os.set_blocking(fd, False)
+        self._streams.append(_Stream(fd, prefix.encode()))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def tail(self, rank: int) -> str:
+        """The last lines that the rank wrote."""
+        stream = self._streams[rank]
+        with self._lock:
+            self._read(stream)
+            lines = [*stream.tail, stream.partial] if stream.partial else list(stream.tail)
+        return b"\n".join(lines)[-_TAIL_BYTES:].decode(errors="replace")
+
+    def stop(self) -> None:
+        """Pass on what there is, and end. The ranks have ended."""
+        os.eventfd_write(self._stop, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        for stream in self._streams:
+            os.close(stream.fd)
+        os.close(self._stop)
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._stop, select.POLLIN)
+        streams = {stream.fd: stream for stream in self._streams}
+        for fd in streams:
+            poller.register(fd, select.POLLIN)
+        stopping = False
+        while not stopping:
+            ready = {fd for fd, _ in poller.poll()}  # no deadline: `stop` ends it
+            stopping = self._stop in ready
+            for fd, stream in streams.items():
+                if fd in ready or stopping:
+                    with self._lock:
+                        self._read(stream)
+                        if stopping or not stream.open:
+                            self._end_line(stream)
+                        text, stream.unwritten = stream.unwritten, b""
+                    _pass_on(text)
+                    if not stream.open and not stopping:
+                        poller.unregister(fd)
+
+    def _read(self, stream: _Stream) -> None:
+        while stream.open:
+            try:
+                data = os.read(stream.fd, _CHUNK)
+            except BlockingIOError:
+                return
+            if not data:
+                stream.open = False
+                return
+            *lines, stream.partial = (stream.partial + data).split(b"\n")
+            for line in lines:
+                self._take_line(stream, line)
+            if len(stream.partial) > _LONGEST_LINE:
+                self._end_line(stream)
+
+    def _end_line(self, stream: _Stream) -> None:
+        if stream.partial:
+            self._take_line(stream, stream.partial)
+            stream.partial = b""
+
+    def _take_line(self, stream: _Stream, line: bytes) -> None:
+        stream.tail.append(line)
+        stream.unwritten += stream.prefix + line + b"\n"
+
+
+def _pass_on(text: bytes) -> None:
+    view = memoryview(text)
+    with contextlib.suppress(OSError):  # our own stderr is closed: there is nobody to tell
+        while view:
+            view = view[os.write(2, view) :]

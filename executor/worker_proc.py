@@ -1,0 +1,164 @@
+"""The process of one rank: `python -m executor.worker_proc RANK CONTROL DEATH PROGRESS STACK`, the last four
+descriptors.
+
+It takes its worker through the start phases and then serves what the executor broadcasts, until the queue is
+closed. It never outlives the executor: the kernel kills it when the executor's process, or the thread that
+started it, ends. Its imports are part of every start, so they are kept to what a rank needs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from executor.call_codec import CALL, Call, Reply, decode_call, encode_reply
+from executor.control import (
+    OUTPUT_RANK,
+    CacheSize,
+    Capacity,
+    EnteredPhase,
+    Failure,
+    Ready,
+    StartOrder,
+    receive_from_executor,
+    send,
+)
+from executor.errors import described
+from executor.host import WorkerHost
+from executor.progress import ProgressPage
+from executor.rank_process import STACK_SIGNAL
+from executor.step_codec import STEP, decode_step, encode_output
+from transport.codec import decode
+from transport.errors import QueueClosed, WriterDied
+from transport.message_queue import MessageQueue
+from transport.processes import die_with_parent
+
+_ATTACH_TIMEOUT_S = 30.0
+
+
+def main(argv: list[str]) -> int:
+    rank, control_fd, death_fd, progress_fd, stack_fd = map(int, argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which stops its ranks in order
+    faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL, stack_fd, all_threads=True)
+    kill_when_closed(death_fd)
+    control = socket.socket(fileno=control_fd)
+    order = receive_from_executor(control, StartOrder)
+    die_with_parent(order.parent_pid)
+    sys.path.extend(path for path in order.sys_path if path not in sys.path)
+
+    host = WorkerHost(order.config, rank, order.world_size)
+    try:
+        capacity = host.start(lambda phase: send(control, EnteredPhase(phase)))
+        send(control, Capacity(capacity, host.model, host.max_model_len))
+        host.initialize_cache(receive_from_executor(control, CacheSize).num_blocks)
+        send(control, EnteredPhase("ready"))
+        broadcast = MessageQueue.attach(order.broadcast, rank, timeout_s=_ATTACH_TIMEOUT_S)
+        answers = MessageQueue.create(n_local=1, name=f"answers of rank {rank}")
+    except Exception as error:
+        traceback.print_exc()
+        send(control, Failure(described(error)))
+        return 1
+    send(control, Ready(answers.handle()))
+    progress = ProgressPage(order.world_size, progress_fd)
+    server = RankServer(host, rank, broadcast, answers, control, progress, order.config.execute_timeout_s)
+    try:
+        server.serve()
+    except WriterDied:
+        return 1  # the kernel's signal is on its way
+    host.shutdown()
+    answers.close()
+    broadcast.close()
+    return 0
+
+
+class RankServer:
+    """Serves steps and calls in the order of the broadcast."""
+
+    def __init__(
+        self,
+        host: WorkerHost,
+        rank: int,
+        broadcast: MessageQueue,
+        answers: MessageQueue,
+        control: socket.socket,
+        progress: ProgressPage,
+        answer_timeout_s: float,
+    ) -> None:
+        self._host = host
+        self._rank = rank
+        self._broadcast = broadcast
+        self._answers = answers
+        self._control = control
+        self._progress = progress
+        self._answer_timeout_s = answer_timeout_s
+        self._failed = False
+
+    def serve(self) -> None:
+        """Returns when the executor closes the broadcast. Raises WriterDied if it vanishes."""
+        while True:
+            try:
+                # No deadline: how long the engine has nothing to do is not for a rank to judge, and its
+                # death is noticed. A copy, because the worker may keep the step's arrays.
+                message = self._broadcast.dequeue_copy(math.inf)
+            except QueueClosed:
+                return
+            kind, head, arrays = decode(message)
+            if kind == STEP:
+                self._run_step(head, arrays)
+            elif kind == CALL:
+                self._run_call(decode_call(head, arrays))
+            else:
+                raise ValueError(f"message of unknown kind {kind}")
+
+    def _run_step(self, head: memoryview, arrays: list[Any]) -> None:
+        seq, step = decode_step(head, arrays)
+        self._progress.take(self._rank, seq)
+        if not self._failed:
+            try:
+                output = self._host.execute(step)
+                if self._rank == OUTPUT_RANK:
+                    self._answers.enqueue(*encode_output(seq, output), timeout_s=self._answer_timeout_s)
+            except Exception as error:
+                self._failed = True  # the batch is undefined: a step already sent must not run on it
+                traceback.print_exc()
+                send(self._control, Failure(described(error), "execute_model", step.step_id))
+        self._progress.finish(self._rank, seq)
+
+    def _run_call(self, call: Call) -> None:
+        self._progress.take(self._rank, call.seq)
+        try:
+            value = self._host.call(call.method, call.args, call.kwargs)
+            if call.reply_rank is not None and call.reply_rank != self._rank:
+                value = None
+            parts = encode_reply(Reply(call.seq, value))
+        except Exception as error:
+            parts = encode_reply(Reply(call.seq, error=described(error), traceback=traceback.format_exc()))
+        self._answers.enqueue(*parts, timeout_s=self._answer_timeout_s)
+        self._progress.finish(self._rank, call.seq)
+
+
+def kill_when_closed(fd: int) -> None:
+    """Have the kernel kill this process when the writing end of the pipe `fd` is closed, whatever it does
+    then.
+
+    PR_SET_PDEATHSIG, which is set too, follows the parent's thread; this follows its process, from the very
+    start, and no thread of ours has to be able to run.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([fd], [], [], 0)[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
