@@ -1,7 +1,8 @@
 """What a step yields for the front ends, before it is encoded.
 
-Most rows of a decode step carry one new token and nothing else. Those travel as columns (`TokenRows`), so that no
-object is made per token; everything rarer (first and last outputs, log-probs, errors) is an `EngineCoreOutput`.
+Most rows of a decode step carry one new token and nothing else. Those travel as columns, so
+that no object is made per token; everything rarer (first and last outputs, log-probs, errors) is an
+`EngineCoreOutput`.
 """
 
 from __future__ import annotations

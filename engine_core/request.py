@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine_core.errors import RequestError
 from engine_core.protocol import EngineCoreEvent, EngineCoreRequest, EventType, FinishReason, PrefillStats
 from engine_core.validation import RequestLimits, validate_request
 from executor.sampling_params import SamplingParams
@@ -45,7 +44,6 @@ class Request:
         "cache_salt",
         "client_index",
         "drop_stale_output",
-        "error",
         "events",
         "finish_reason",
         "lora",
@@ -110,7 +108,6 @@ class Request:
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.error: RequestError | None = None
         self.events: list[EngineCoreEvent] | None = None
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # of the prompt, when it was first admitted

@@ -11,15 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from engine_core.config import EngineConfig
-from engine_core.protocol import FinishReason
+from engine_core.protocol import FinishReason, SchedulerStats
 from engine_core.request import Request
 from engine_core.scheduler.running import InFlightStep
-from engine_core.scheduler.scheduler import Scheduler
-from executor.sampling_params import SamplingParams
-from executor.step import ModelRunnerOutput, SchedulerOutput
+from engine_core.scheduler.scheduler import PauseState, Scheduler
+from executor.sampling_params import RepetitionDetectionParams, SamplingParams
+from executor.step import LoRARequest, ModelRunnerOutput, SchedulerOutput
 
 Line = dict[str, Any]
 DIRECTORY = Path(__file__).parent / "data" / "golden"
@@ -45,6 +46,12 @@ def make_request(spec: Line, arrival: int, scheduler: Scheduler) -> Request:
         stop_token_ids=spec.get("stop_token_ids"),
         min_tokens=spec.get("min_tokens", 0),
     )
+    if "repetition_detection" in spec:
+        largest, smallest, count = spec["repetition_detection"]
+        params.repetition_detection = RepetitionDetectionParams(
+            max_pattern_size=largest, min_pattern_size=min(smallest, largest), min_count=count
+        )
+    lora = spec.get("lora")
     return Request(
         spec["id"],
         np.array(spec["prompt"], np.int32),
@@ -52,6 +59,7 @@ def make_request(spec: Line, arrival: int, scheduler: Scheduler) -> Request:
         priority=spec.get("priority", 0),
         arrival_time=float(arrival),
         cache_salt=spec.get("cache_salt"),
+        lora=LoRARequest(f"l{lora}", lora, f"/p{lora}") if lora else None,
         block_hasher=scheduler.hasher,
     )
 
@@ -66,6 +74,29 @@ def _positions(scheduler: Scheduler, record: InFlightStep) -> list[int | None]:
     return positions
 
 
+def _stats(stats: SchedulerStats) -> list[Any]:
+    return [
+        stats.num_running_reqs,
+        stats.num_waiting_reqs,
+        stats.num_skipped_waiting_reqs,
+        round(stats.kv_cache_usage, 9),
+        *msgspec.structs.astuple(stats.prefix_cache_stats)[:7],
+    ]
+
+
+def _operate(scheduler: Scheduler, operation: str, line: Line) -> None:
+    """Something other than an arrival or an abort happens between two steps."""
+    if operation.startswith("reset"):
+        line["reset"] = scheduler.reset_prefix_cache(reset_running=operation == "reset_running")
+    else:
+        states = {
+            "pause_new": PauseState.PAUSED_NEW,
+            "pause_all": PauseState.PAUSED_ALL,
+            "unpause": PauseState.UNPAUSED,
+        }
+        scheduler.set_pause_state(states[operation])
+
+
 def run(
     workload: Line,
     after_step: Callable[[Scheduler], None] | None = None,
@@ -77,6 +108,7 @@ def run(
     specs = {spec["id"]: spec for spec in workload["requests"]}
     to_come = sorted(workload["requests"], key=lambda spec: spec["arrive_step"])
     aborts = sorted((spec["abort_step"], spec["id"]) for spec in workload["requests"] if "abort_step" in spec)
+    operations: list[tuple[int, str]] = list(workload.get("ops", ()))
     depth = 2 if config["async_scheduling"] else 1
     in_flight: list[tuple[SchedulerOutput, list[str], list[int | None]]] = []
     lines: list[Line] = []
@@ -94,13 +126,20 @@ def run(
         for client in result.values():
             for request, token in zip(client.requests, client.token_ids.tolist(), strict=True):
                 line.setdefault("tokens", {})[request.request_id] = [token]
+            if client.scheduler_stats is not None:
+                line.setdefault("sched", []).append(_stats(client.scheduler_stats))
             for output in client.outputs:
+                extras = line.setdefault("stats", {})
+                if output.prefill_stats is not None:
+                    extras[output.request_id] = list(msgspec.structs.astuple(output.prefill_stats))
+                if output.events is not None:
+                    extras[output.request_id + "/e"] = [int(event.type) for event in output.events]
                 line.setdefault("tokens", {})[output.request_id] = output.new_token_ids
                 if output.finish_reason is not None:
                     reason = [str(output.finish_reason), output.stop_reason]
                     line.setdefault("finished", {})[output.request_id] = reason
 
-    while to_come or scheduler.has_requests() or in_flight:
+    while to_come or scheduler.has_requests() or in_flight or operations:
         line: Line = {"step": len(lines)}
         while to_come and to_come[0]["arrive_step"] <= len(lines):
             scheduler.add_request(make_request(to_come.pop(0), arrival, scheduler))
@@ -109,15 +148,19 @@ def run(
             id_ = aborts.pop(0)[1]
             if scheduler.finish_requests([id_], FinishReason.ABORT):
                 line.setdefault("aborted", []).append(id_)
+        preemptions = {r.request_id: r.num_preemptions for r in scheduler.requests.values()}
+        while operations and operations[0][0] <= len(lines):
+            _operate(scheduler, operations.pop(0)[1], line)
         if scheduler.has_requests():
-            preemptions = {r.request_id: r.num_preemptions for r in scheduler.requests.values()}
             step = scheduler.schedule()
             record = scheduler.batch.in_flight[-1]
             ids = [request.request_id for request in record.requests]
             line["scheduled"] = dict(zip(ids, step.num_scheduled_tokens.tolist(), strict=True))
             line["computed_before"] = dict(zip(ids, step.num_computed_tokens.tolist(), strict=True))
             preempted = [
-                r.request_id for r in scheduler.waiting if r.num_preemptions > preemptions[r.request_id]
+                request.request_id
+                for request in scheduler.requests.values()
+                if request.num_preemptions > preemptions[request.request_id]
             ]
             if preempted:
                 line["preempted"] = sorted(preempted)
@@ -143,7 +186,8 @@ def differences(expected: list[Line], actual: list[Line]) -> list[str]:
     if len(expected) != len(actual):
         found.append(f"{len(actual)} steps instead of {len(expected)}")
     for want, got in zip(expected, actual, strict=False):
-        for name in sorted({*want, *got}):
+        recorded = {*want, *got} - ({*got} & {"stats", "sched"} - {*want})  # not in every recording
+        for name in sorted(recorded):
             a, b = want.get(name) or None, got.get(name) or None
             same = list(a.items()) == list(b.items()) if name == "scheduled" and a and b else a == b
             if not same:
