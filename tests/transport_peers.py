@@ -35,7 +35,6 @@ _POLICIES = {
 
 
 # Messages
-# -----------------------------------------------------------------------------------------------------------
 
 
 def message(number: int, size: int) -> tuple[bytes, bytes]:
@@ -55,7 +54,6 @@ def is_right(view: memoryview | bytes, number: int) -> bool:
 
 
 # Starting peers
-# -----------------------------------------------------------------------------------------------------
 
 
 class Peer:
@@ -127,8 +125,30 @@ def peers() -> Iterator[Any]:
             peer.end()
 
 
+def queue(n: int, capacity: int = 1 << 16, **kwargs: Any) -> MessageQueue:
+    """The writer's end in this process."""
+    return MessageQueue.create(n_local=n, capacity_bytes=capacity, name="test", **kwargs)
+
+
+def start_readers(start: Any, writer: MessageQueue, n: int, **arguments: Any) -> list[Peer]:
+    """Reader processes of ranks 0 to n - 1, attached."""
+    readers = [start("reader", handle=packed(writer.handle()), rank=rank, **arguments) for rank in range(n)]
+    writer.wait_until_ready(20)
+    for reader in readers:
+        assert reader.read()["attached"]
+    return readers
+
+
+def send_all(writer: MessageQueue, sizes: list[int], pause: float = 0.0) -> None:
+    """One message of each size, with a pause of up to `pause` seconds after every twentieth."""
+    dice = random.Random(len(sizes))
+    for number, size in enumerate(sizes):
+        writer.enqueue(*message(number, size), timeout_s=20)
+        if pause and dice.random() < 0.05:
+            time.sleep(dice.random() * pause)
+
+
 # What peers do
-# ------------------------------------------------------------------------------------------------------
 
 
 def say(**answer: Any) -> None:

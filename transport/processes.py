@@ -92,7 +92,6 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
 
 
 # Private directories
-# ------------------------------------------------------------------------------------------------
 #
 #   <tmp>/engine-core-<uid>/                  0700, shared by all processes of the user
 #       .lock                                 flock: exclusive while directories are made or swept
