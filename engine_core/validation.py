@@ -57,6 +57,19 @@ def validate_request(
     return prompt, params
 
 
+def check_prompt_length(num_tokens: int, limits: RequestLimits) -> None:
+    """Raises `RequestError` for a prompt that could never run."""
+    if num_tokens >= limits.max_model_len:
+        raise _refusal(
+            f"prompt_token_ids has {num_tokens} tokens and leaves no room for output: "
+            f"max_model_len is {limits.max_model_len}"
+        )
+    if num_tokens > limits.max_kv_tokens:
+        raise _refusal(
+            f"prompt_token_ids has {num_tokens} tokens, but the whole KV cache holds {limits.max_kv_tokens}"
+        )
+
+
 def _refusal(message: str) -> RequestError:
     return RequestError(VALIDATION_ERROR, message)
 
@@ -77,16 +90,7 @@ def _refuse_unsupported(request: EngineCoreRequest) -> None:
 def _prompt_tokens(tokens: list[int] | bytes | None, limits: RequestLimits) -> npt.NDArray[np.int32]:
     if not tokens:
         raise _refusal("prompt_token_ids is empty")
-    count = len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens)
-    if count >= limits.max_model_len:
-        raise _refusal(
-            f"prompt_token_ids has {count} tokens and leaves no room for output: "
-            f"max_model_len is {limits.max_model_len}"
-        )
-    if count > limits.max_kv_tokens:
-        raise _refusal(
-            f"prompt_token_ids has {count} tokens, but the whole KV cache holds {limits.max_kv_tokens}"
-        )
+    check_prompt_length(len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens), limits)
     if isinstance(tokens, bytes):
         if len(tokens) % 4:
             raise _refusal(f"prompt_token_ids has {len(tokens)} bytes, not a multiple of 4")
