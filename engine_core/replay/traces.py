@@ -7,10 +7,10 @@ is there, always the same ones, and share prefixes exactly where the recorded se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
 
 import msgspec
 import numpy as np
@@ -55,22 +55,60 @@ class TraceRequest(msgspec.Struct, frozen=True):
         return np.asarray(_mix(positions[: self.input_length]) % np.uint64(vocab_size), np.int32)
 
 
-def load_trace(path: str | Path, max_requests: int | None = None) -> list[TraceRequest]:
+BadLine = Callable[["TraceError"], None]  # told of a line that is passed over
+
+
+def load_trace(
+    path: str | Path, max_requests: int | None = None, on_bad_line: BadLine | None = None
+) -> list[TraceRequest]:
     """The first `max_requests` requests of a trace file, in its order; the format is told from the first
     line.
 
-    Raises OSError, and `TraceError` with the line for a file that is not a trace or holds none.
+    Raises OSError, and `TraceError` with the line for a file that is not a trace or holds no request. A
+    malformed line also raises, unless there is `on_bad_line`: then it is passed over.
     """
     name = str(path)
     with open(path, encoding="utf-8", newline=None) as file:
         try:
-            rows = _azure(name, file) if file.readline().strip() == _AZURE_HEADER else _mooncake(name, file)
+            if file.readline().strip() == _AZURE_HEADER:
+                rows = _requests(_AzureLines(name), file, 2, on_bad_line)
+            else:
+                file.seek(0)
+                rows = _requests(_MooncakeLines(name), file, 1, on_bad_line)
             requests = list(islice(rows, max_requests))
         except UnicodeDecodeError:
             raise TraceError(name, 1, "is not text; expected Mooncake JSON lines or an Azure CSV") from None
     if not requests and max_requests != 0:
         raise TraceError(name, 1, "holds no request")
     return requests
+
+
+class _Lines(Protocol):
+    path: str
+
+    def parse(self, number: int, text: str, row: int) -> TraceRequest:
+        """Raises `TraceError`."""
+        ...
+
+
+def _requests(lines: _Lines, file: TextIO, first: int, on_bad_line: BadLine | None) -> Iterator[TraceRequest]:
+    """The requests of what is left of `file`, whose next line has number `first`."""
+    row = 0
+    previous_s = 0.0
+    for number, text in enumerate(file, first):
+        if not text.strip():
+            continue
+        try:
+            request = lines.parse(number, text, row)
+            _check(lines.path, number, request, previous_s)
+        except TraceError as error:
+            if on_bad_line is None:
+                raise
+            on_bad_line(error)
+            continue
+        yield request
+        previous_s = request.arrival_s
+        row += 1
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -80,55 +118,45 @@ class _MooncakeLine(msgspec.Struct):
     hash_ids: list[int]
 
 
-def _mooncake(path: str, file: TextIO) -> Iterator[TraceRequest]:
-    decoder = msgspec.json.Decoder(_MooncakeLine)
-    file.seek(0)
-    start_ms: float | None = None
-    previous_s = 0.0
-    row = 0
-    for number, text in enumerate(file, 1):
-        if not text.strip():
-            continue
+class _MooncakeLines:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._decoder = msgspec.json.Decoder(_MooncakeLine)
+        self._start_ms: float | None = None
+
+    def parse(self, number: int, text: str, row: int) -> TraceRequest:
         try:
-            line = decoder.decode(text)
+            line = self._decoder.decode(text)
         except msgspec.DecodeError as error:  # also what does not have the fields
-            raise TraceError(path, number, str(error).replace("`", "")) from None
-        start_ms = line.timestamp if start_ms is None else start_ms
-        request = TraceRequest(
-            row, (line.timestamp - start_ms) / 1e3, line.input_length, line.output_length, line.hash_ids
-        )
-        _check(path, number, request, previous_s)
-        blocks = -(-request.input_length // HASH_BLOCK_TOKENS)
-        if len(line.hash_ids) != blocks or min(line.hash_ids) < 0:
+            raise TraceError(self.path, number, str(error).replace("`", "")) from None
+        blocks = -(-line.input_length // HASH_BLOCK_TOKENS)
+        if line.input_length > 0 and (len(line.hash_ids) != blocks or min(line.hash_ids) < 0):
             raise TraceError(
-                path,
+                self.path,
                 number,
-                f"{request.input_length} tokens need {blocks} hash_ids >= 0, found {len(line.hash_ids)}",
+                f"{line.input_length} tokens need {blocks} hash_ids >= 0, found {len(line.hash_ids)}",
             )
-        yield request
-        previous_s = request.arrival_s
-        row += 1
+        if self._start_ms is None:
+            self._start_ms = line.timestamp
+        arrival_s = (line.timestamp - self._start_ms) / 1e3
+        return TraceRequest(row, arrival_s, line.input_length, line.output_length, line.hash_ids)
 
 
-def _azure(path: str, file: TextIO) -> Iterator[TraceRequest]:
-    start: np.datetime64 | None = None
-    previous_s = 0.0
-    row = 0
-    for number, text in enumerate(file, 2):
-        if not text.strip():
-            continue
+class _AzureLines:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._start: np.datetime64 | None = None
+
+    def parse(self, number: int, text: str, row: int) -> TraceRequest:
         try:
             timestamp, context, generated = text.strip().split(",")
             when = np.datetime64(timestamp, "ns")
-            start = when if start is None else start
-            arrival_s = float((when - start) / np.timedelta64(1, "s"))
-            request = TraceRequest(row, arrival_s, int(context), int(generated))
+            lengths = int(context), int(generated)
         except ValueError:
-            raise TraceError(path, number, f"expected {_AZURE_HEADER}, found {text.strip()!r}") from None
-        _check(path, number, request, previous_s)
-        yield request
-        previous_s = request.arrival_s
-        row += 1
+            raise TraceError(self.path, number, f"expected {_AZURE_HEADER}, found {text.strip()!r}") from None
+        if self._start is None:
+            self._start = when
+        return TraceRequest(row, float((when - self._start) / np.timedelta64(1, "s")), *lengths)
 
 
 def _check(path: str, number: int, request: TraceRequest, previous_s: float) -> None:
