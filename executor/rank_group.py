@@ -157,9 +157,10 @@ class RankGroup:
             if self._closed:
                 return
             self._graceful = graceful
-            self._stopping = True
+            with self._failure_lock:
+                self._stopping = True
+                self._cancel_queues()
             os.eventfd_write(self._stop_event, 1)
-            self._cancel_queues()
             if self._thread.ident is not None:
                 self._thread.join()  # bounded by `stop_grace_s` and `_KILL_WAIT_S`
             self._closed = True
@@ -357,7 +358,8 @@ class RankGroup:
             if self._failure is not None:
                 return self._failure
             self._failure = error
-        self._cancel_queues()
+            if not self._stopping:  # else that is done, and the queues may be closed by now
+                self._cancel_queues()
         self._failed.set()
         self._on_failure(error)
         return error

@@ -37,7 +37,7 @@ class UniProcExecutor(Executor):
             num_blocks = self._host.start(enter_phase)
             check_capacity(num_blocks)
             self._host.initialize_cache(num_blocks)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._host.shutdown()
             raise WorkerStartFailed(
                 0, os.getpid(), phase, described(error), stderr_tail=traceback.format_exc()
@@ -52,7 +52,7 @@ class UniProcExecutor(Executor):
             return Completed(error=self._failure)
         try:
             return Completed(self._host.execute(step))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failure = self._failed("execute_model", step.step_id, error)
             self._failure = failure
             if self._callback is not None:
@@ -71,11 +71,11 @@ class UniProcExecutor(Executor):
             return Completed(error=self._failure)
         try:
             answer = self._host.call(method, args, kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return Completed(error=self._failed(method, None, error))
         return Completed(answer if reply_rank is not None else [answer])
 
-    def _failed(self, method: str, step_id: int | None, error: Exception) -> WorkerFailed:
+    def _failed(self, method: str, step_id: int | None, error: BaseException) -> WorkerFailed:
         failure = WorkerFailed(
             0,
             os.getpid(),
