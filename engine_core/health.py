@@ -1,0 +1,112 @@
+"""Is the engine alive, is it ready, does it get on: three questions with three answers, from the state page
+alone.
+
+`live` fails: restart it. `ready` fails: send it nothing. `progress` fails: it has work and does not get on
+with it; the reason says who is waited for. All work on the page of a hung or dead engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transport.processes import ProcessIdentity
+
+Row = Mapping[str, Any]
+Snapshot = Mapping[str, Any]  # `PageView.snapshot`
+
+HEARTBEAT_LIMIT_S = 10.0  # beats come every second
+STALL_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`reason` is a sentence for an operator, also when all is well."""
+
+    ok: bool
+    reason: str
+
+
+def live(snapshot: Snapshot, now_s: float, *, heartbeat_limit_s: float = HEARTBEAT_LIMIT_S) -> Verdict:
+    """Whether the engine process exists and runs. `now_s` is the host's monotonic clock."""
+    engine = snapshot["engine"]
+    if not engine["pid"]:
+        return Verdict(False, "the engine has not begun to start")
+    if not ProcessIdentity(engine["pid"], engine["start_ticks"]).is_alive():
+        return Verdict(False, f"the engine process {engine['pid']} has ended{_cause(engine)}")
+    if engine["phase"] in ("failed", "stopped"):
+        return Verdict(False, f"the engine has {engine['phase']}{_cause(engine)}")
+    silent_s = now_s - engine["heartbeat_s"]
+    if engine["heartbeat_s"] and silent_s > heartbeat_limit_s:
+        return Verdict(
+            False,
+            f"the engine process {engine['pid']} shows no sign of life for {silent_s:.0f} s: "
+            "it is stopped, or a call in it does not give the interpreter back",
+        )
+    return Verdict(True, f"the engine process {engine['pid']} runs, phase {engine['phase']}")
+
+
+def ready(snapshot: Snapshot, now_s: float, *, heartbeat_limit_s: float = HEARTBEAT_LIMIT_S) -> Verdict:
+    """Whether requests sent now are served."""
+    verdict = live(snapshot, now_s, heartbeat_limit_s=heartbeat_limit_s)
+    if not verdict.ok:
+        return verdict
+    engine = snapshot["engine"]
+    if engine["phase"] != "ready":
+        return Verdict(False, f"the engine is {engine['phase']}")
+    if engine["sleep_level"]:
+        return Verdict(False, f"the engine sleeps at level {engine['sleep_level']}: wake it up")
+    if engine["pause"] != "running":
+        return Verdict(False, f"the scheduler is paused ({engine['pause']}): resume it")
+    for what, name in (("weights", "weight_status"), ("KV cache", "kv_status")):
+        if engine[name] != "NORMAL":
+            return Verdict(False, f"the {what} cannot be used: {engine[name]}")
+    return Verdict(True, "the engine takes requests")
+
+
+def progress(snapshot: Snapshot, now_s: float, *, stall_limit_s: float = STALL_LIMIT_S) -> Verdict:
+    """Whether the engine gets on with the work it has; having none is fine."""
+    engine, ranks = snapshot["engine"], snapshot["ranks"]
+    if engine["phase"] in ("failed", "stopped"):
+        return Verdict(False, f"the engine has {engine['phase']}{_cause(engine)}")
+    if engine["phase"] not in ("ready", "draining"):
+        return Verdict(True, f"the engine is {engine['phase']}")
+    queued = engine["requests_received"] - engine["requests_admitted"]
+    running, waiting = engine["running"], engine["waiting"] + engine["deferred"]
+    if not engine["in_flight"]:
+        if engine["pause"] == "frozen" or (engine["pause"] != "running" and not running):
+            return Verdict(True, "paused")
+        if not running and not waiting and queued <= 0:
+            return Verdict(True, "nothing to do")
+    idle_s = now_s - engine["last_progress_s"]
+    if idle_s <= stall_limit_s:
+        return Verdict(True, f"step {engine['step_id']}, {idle_s:.1f} s ago")
+    if engine["in_flight"]:
+        return Verdict(
+            False,
+            f"{engine['in_flight']} step(s) up to {engine['step_id']} are with the ranks "
+            f"and nothing came back for {idle_s:.0f} s: {whom(ranks, now_s)}",
+        )
+    return Verdict(
+        False,
+        f"the main loop of process {engine['pid']} has not gone round for {idle_s:.0f} s with "
+        f"{running} running, {waiting} waiting and {max(0, queued)} new requests",
+    )
+
+
+def whom(ranks: Sequence[Row], now_s: float) -> str:
+    """Which ranks the engine waits for: those that are gone or busy, with what, for how long."""
+    words = []
+    for rank, row in enumerate(ranks):
+        who = f"rank {rank} (pid {row['pid']})"
+        if not row["pid"] or not ProcessIdentity(row["pid"], row["start_ticks"]).is_alive():
+            words.append(f"{who} has ended")
+        elif row["phase"] != "waiting":
+            what = f"in {row['method']}" if row["phase"] == "running" else row["phase"]
+            words.append(f"{who} is {what} for {now_s - row['since_s']:.0f} s")
+    return ", ".join(words) or "all ranks wait for a call"
+
+
+def _cause(engine: Row) -> str:
+    return f": {engine['first_error']}" if engine["first_error"] else ""

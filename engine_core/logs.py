@@ -1,0 +1,77 @@
+"""Where log records go and how they look: lines for people, or one JSON object per line for collectors.
+
+All packages log to their own logger ("engine_core", "executor", "transport"), which are configured alike;
+the level can be changed while the engine runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from datetime import datetime, timezone
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+LOGGERS = ("engine_core", "executor", "transport")
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+Format = Literal["text", "json"]
+
+# What every record has; whatever else it has was given as `extra`.
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def configure(level: str = "INFO", format: Format = "text", stream: TextIO | None = None) -> None:
+    """Sends the records of our loggers to `stream` (standard error) and nowhere else.
+
+    May be called again. Raises ValueError for an unknown level.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JSONFormatter() if format == "json" else TextFormatter())
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+    set_level(level)
+
+
+def set_level(level: str, logger: str | None = None) -> None:
+    """Changes the level of one of `LOGGERS`, or of all. Raises ValueError for an unknown level or logger."""
+    if level.upper() not in LEVELS:
+        raise ValueError(f"unknown log level {level!r}; there are {', '.join(LEVELS)}")
+    if logger is not None and logger not in LOGGERS:
+        raise ValueError(f"unknown logger {logger!r}; there are {', '.join(LOGGERS)}")
+    for name in LOGGERS if logger is None else (logger,):
+        logging.getLogger(name).setLevel(level.upper())
+
+
+class TextFormatter(logging.Formatter):
+    """`INFO 11-29 18:13:02.123 [engine_core 4711] message`, local time."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "%(levelname)s %(asctime)s.%(msecs)03d [%(name)s %(process)d] %(message)s", "%m-%d %H:%M:%S"
+        )
+
+
+class JSONFormatter(logging.Formatter):
+    """One object per record: time (UTC), level, logger, pid, message, exception if any, and what `extra`
+    gave.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, timezone.utc)
+        line: dict[str, Any] = {
+            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        return msgspec.json.encode(line, enc_hook=str).decode()
