@@ -112,6 +112,7 @@ def run(
     depth = 2 if config["async_scheduling"] else 1
     in_flight: list[tuple[SchedulerOutput, list[str], list[int | None]]] = []
     lines: list[Line] = []
+    announced: dict[str, int] = {}  # preemptions of each request up to the last step
     arrival = 0
 
     def collect(line: Line) -> None:
@@ -148,7 +149,6 @@ def run(
             id_ = aborts.pop(0)[1]
             if scheduler.finish_requests([id_], FinishReason.ABORT):
                 line.setdefault("aborted", []).append(id_)
-        preemptions = {r.request_id: r.num_preemptions for r in scheduler.requests.values()}
         while operations and operations[0][0] <= len(lines):
             _operate(scheduler, operations.pop(0)[1], line)
         if scheduler.has_requests():
@@ -160,10 +160,11 @@ def run(
             preempted = [
                 request.request_id
                 for request in scheduler.requests.values()
-                if request.num_preemptions > preemptions[request.request_id]
+                if request.num_preemptions > announced.get(request.request_id, 0)
             ]
             if preempted:
                 line["preempted"] = sorted(preempted)
+            announced = {r.request_id: r.num_preemptions for r in scheduler.requests.values()}
             in_flight.append((step, ids, _positions(scheduler, record)))
             while in_flight and (len(in_flight) >= depth or not len(step.slots)):
                 collect(line)

@@ -100,6 +100,13 @@ class BlockPool:
                 else:
                     twin[block] = None
 
+    def unname(self, blocks: Iterable[int]) -> None:
+        """These blocks, each held by one request, were named too early: nobody may find them."""
+        for block in blocks:
+            assert self._holders[block] == 1, f"block {block} has {self._holders[block]} holders"
+            self._holders[block] = 0
+            self._forget(block)
+
     def release(self, blocks: Sequence[int], num_named: int) -> None:
         """A request lets go of its block table, of which the first `num_named` blocks have names.
 

@@ -97,6 +97,13 @@ class KVCacheManager:
             self.pool.name(request.block_ids[first:last], request.block_hashes[first:last])
             request.num_named_blocks = last
 
+    def unname_blocks(self, request: Request, num_tokens: int) -> None:
+        """Take back the names of blocks beyond the first `num_tokens` tokens: they will not be computed."""
+        last = num_tokens // self.block_size
+        if last < request.num_named_blocks:
+            self.pool.unname(request.block_ids[last : request.num_named_blocks])
+            request.num_named_blocks = last
+
     def free(self, request: Request) -> None:
         """Take back all blocks of a request."""
         self.pool.release(request.block_ids, request.num_named_blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import compress
 
 import numpy as np
@@ -36,12 +37,12 @@ class OutputCollector:
         self.client(request.client_index).outputs.append(output)
 
     def add_plain(
-        self, requests: list[Request], tokens: Int32s, clients: Int32s, client_indices: list[int]
+        self, requests: list[Request], tokens: Int32s, clients: Int32s, client_indices: Collection[int]
     ) -> None:
-        """One token for each request. `clients` holds each one's client, out of `client_indices`."""
+        """One token for each request. `clients` (n,) are their clients, out of `client_indices`."""
         if len(client_indices) == 1:
             if requests:
-                plain = self.client(client_indices[0])
+                plain = self.client(requests[0].client_index)
                 plain.requests, plain.token_ids = requests, tokens
             return
         for client_index in client_indices:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from itertools import compress
 
 import numpy as np
 
@@ -21,27 +20,15 @@ from engine_core.errors import RequestError
 from engine_core.kv_cache.hashing import BlockHasher
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.outputs import StepOutputs
-from engine_core.protocol import EngineCoreOutput, EventType, FinishReason, LogprobsLists, SchedulerStats
+from engine_core.protocol import EventType, FinishReason, SchedulerStats
 from engine_core.request import Request, Status
-from engine_core.scheduler.outcome import (
-    OutputCollector,
-    SampledLogprobs,
-    keep_prompt_logprobs,
-    make_output,
-)
-from engine_core.scheduler.running import ALWAYS, CARE, CHECK, KNOWN, LIMIT, ONCE, InFlightStep, RunningBatch
-from engine_core.scheduler.running_phase import (
-    Grants,
-    StepRules,
-    grant_in_order,
-    grant_together,
-    name_blocks,
-    next_name,
-)
-from engine_core.scheduler.stopping import Stop, check_stop, repetition_window
-from engine_core.scheduler.waiting import make_queue
+from engine_core.scheduler.admission import Admission, Admitted
+from engine_core.scheduler.intake import Intake
+from engine_core.scheduler.outcome import OutputCollector
+from engine_core.scheduler.running import InFlightStep, RunningBatch
+from engine_core.scheduler.running_phase import Grants, StepRules, grant_in_order, grant_together
 from engine_core.validation import RequestLimits
-from executor.step import EMPTY, Int32s, ModelRunnerOutput, NewRequest, SchedulerOutput
+from executor.step import EMPTY, Int32s, ModelRunnerOutput, SchedulerOutput
 from transport.clock import SYSTEM_CLOCK, Clock
 
 
@@ -79,7 +66,6 @@ class Scheduler:
             vocab_size=vocab_size,
             max_loras=config.max_loras if config.enable_lora else 0,
         )
-        self.max_active = config.max_num_active_seqs or config.max_num_seqs
         self.budget = min(
             config.max_num_scheduled_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens
         )
@@ -88,9 +74,10 @@ class Scheduler:
         self.by_columns = True  # False: plan running requests one by one only
 
         self.requests: dict[str, Request] = {}  # all that live
-        self.waiting = make_queue(config.scheduling_policy)
         self.batch = RunningBatch(config.max_num_seqs, config.block_size)
-        self.deferred: set[Request] = set()  # waiting requests that the last scans passed over
+        self.admission = Admission(config, max_model_len, self.batch, self.kv, clock)
+        self.waiting = self.admission.queue
+        self.intake = Intake(self.batch, self.kv, self.admission, self.is_async, self._end)
         self.pause_state = PauseState.UNPAUSED
 
         self._step_id = 0
@@ -98,7 +85,6 @@ class Scheduler:
         self._preempted_slots: list[int] = []
         self._finished_ids: dict[int, list[str]] | None = {} if track_finished else None
         self._ended_unannounced = False  # a request ended since the last step, running or not
-        self._queued_tokens = 0  # prompt tokens of requests without output
 
         # --prefill-schedule-interval
         self._executed_steps = 0
@@ -118,27 +104,8 @@ class Scheduler:
             raise RequestError(
                 "duplicate_request_id", f"a request with id {request_id!r} is live", request_id=request_id
             )
-        most = self.config.max_num_queued_reqs
-        if most is not None and len(self.requests) >= most:
-            raise RequestError(
-                "queue_full",
-                f"the engine holds {len(self.requests)} requests of at most {most}; try again later",
-                retryable=True,
-                request_id=request_id,
-            )
-        most = self.config.max_num_queued_tokens
-        if most is not None and self._queued_tokens >= most:
-            raise RequestError(
-                "queue_full",
-                f"{self._queued_tokens} prompt tokens are queued, the limit is {most}; try again later",
-                retryable=True,
-                request_id=request_id,
-            )
+        self.admission.add(request, len(self.requests))
         self.requests[request_id] = request
-        self.waiting.add(request)
-        self._queued_tokens += request.num_prompt_tokens
-        if self.log_stats:
-            request.record_event(EventType.QUEUED, self.clock.monotonic())
 
     def finish_requests(self, request_ids: Iterable[str] | None, reason: FinishReason) -> list[Request]:
         """End requests from outside; None ends all. Unknown ids are passed over.
@@ -172,13 +139,12 @@ class Scheduler:
         if slot is not None:
             self._finished_slots.append(slot)
         elif request.status is not Status.RUNNING:
-            self.waiting.remove(request)
-            self.deferred.discard(request)
+            self.admission.remove(request)
         request.status = Status.FINISHED
         self.kv.free(request)
         del self.requests[request.request_id]
         if not request.prefilled:
-            self._queued_tokens -= request.num_prompt_tokens
+            self.admission.prefilled(request)
         self._ended_unannounced = True
         if self._finished_ids is not None:
             self._finished_ids.setdefault(request.client_index, []).append(request.request_id)
@@ -199,19 +165,17 @@ class Scheduler:
             now = self.clock.monotonic()
             grants = grant_in_order(self.batch, self.kv, rules, lambda row: self._preempt(row, now))
 
-        num_ran = len(self.batch)
-        new_requests: list[NewRequest] = []
-        new_counts: list[int] = []
-        prefills = grants.prefills
+        admitted = Admitted()
         if not grants.preempted and self.pause_state is not PauseState.PAUSED_ALL:
-            prefills |= self._admit(rules, rules.budget - int(grants.counts.sum()), new_requests, new_counts)
+            if self.pause_state is PauseState.UNPAUSED:
+                admitted = self.admission.admit(rules, rules.budget - int(grants.counts.sum()))
             if not rules.defer_prefills:
-                self._capacity_bound = len(self.waiting) > len(self.deferred)
+                self._capacity_bound = len(self.waiting) > len(self.admission.deferred)
 
-        step = self._commit(grants, num_ran, new_requests, new_counts)
+        step = self._commit(grants, admitted)
         if len(step.slots):
             self._executed_steps += 1
-        if prefills:
+        if grants.prefills or admitted.prefills:
             self._last_prefill_step = self._executed_steps
         return step
 
@@ -238,104 +202,6 @@ class Scheduler:
             priority=config.scheduling_policy == "priority",
         )
 
-    def _admit(
-        self, rules: StepRules, budget: int, new_requests: list[NewRequest], new_counts: list[int]
-    ) -> bool:
-        """Let waiting requests run while budget, seats and blocks last. True if one has a prompt to
-        compute.
-        """
-        waiting, batch, kv = self.waiting, self.batch, self.kv
-        passed_over: list[Request] = []
-        prefills = False
-        if self.pause_state is not PauseState.UNPAUSED:
-            return False
-        now = self.clock.monotonic() if self.log_stats else 0.0
-        loras = (
-            {r.lora.int_id for r in batch.requests if r.lora is not None} if self.limits.max_loras else set()
-        )
-        while budget > 0 and len(waiting) and len(batch) < self.max_active:
-            request = waiting.peek()
-            lora = request.lora
-            if (request.num_stale_tokens and not request.drop_stale_output) or (
-                lora is not None and lora.int_id not in loras and len(loras) >= self.limits.max_loras
-            ):
-                passed_over.append(waiting.pop())
-                self.deferred.add(request)
-                continue
-
-            known = request.num_known_tokens
-            hits = kv.find_prefix(request, known)
-            computed = len(hits) * kv.block_size
-            if not request.num_preemptions:
-                request.num_cached_tokens = computed
-            if rules.defer_prefills and computed < known - 1:
-                break
-            count = known - computed
-            if rules.long_prefill_limit:
-                count = min(count, rules.long_prefill_limit)
-            if count > budget:
-                if not self.config.enable_chunked_prefill:
-                    break
-                count = budget
-            if not kv.admit(
-                request,
-                hits,
-                computed + count,
-                known,
-                reserve_all=self.config.scheduler_reserve_full_isl,
-                keep_watermark=bool(batch.requests),
-            ):
-                break
-            kv.record_lookup(request, known, len(hits))
-
-            waiting.pop()
-            self.deferred.discard(request)
-            if self.log_stats:
-                request.record_event(EventType.SCHEDULED, now)
-            self._enter_batch(request, computed, count)
-            new_requests.append(
-                NewRequest(
-                    slot=request.slot,
-                    request_id=request.request_id,
-                    token_ids=request.known_tokens(),
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    num_computed_tokens=computed,
-                    block_ids=np.array(request.block_ids, np.int32),
-                    params=request.params,
-                    lora=lora,
-                )
-            )
-            new_counts.append(count)
-            budget -= count
-            prefills |= computed < known - 1
-            if lora is not None:
-                loras.add(lora.int_id)
-        for request in reversed(passed_over):
-            waiting.put_back(request)
-        return prefills
-
-    def _enter_batch(self, request: Request, computed: int, count: int) -> None:
-        self.kv.name_blocks(request, computed + count)
-        request.status = Status.RUNNING
-        request.prompt_logprobs = None
-        params = request.params
-        care = 0
-        if not request.prefilled or request.events:
-            care |= ONCE
-        if params.logprobs is not None:
-            care |= ALWAYS
-        if request.stop_token_ids or params.repetition_detection is not None:
-            care |= CHECK
-        self.batch.add(request, computed, self._limit(request), next_name(request, self.kv), care)
-
-    def _limit(self, request: Request) -> int:
-        """Known tokens at which the length ends a request."""
-        return min(
-            self.limits.max_model_len,
-            request.num_prompt_tokens + request.max_tokens,
-            self.limits.max_kv_tokens + 1,  # the last token needs no KV
-        )
-
     def _preempt(self, row: int, now: float, drop_output: bool = False) -> None:
         """A running request gives up its blocks and waits again; it is computed anew later.
 
@@ -345,6 +211,8 @@ class Scheduler:
         stale = request.num_stale_tokens
         request.drop_stale_output = drop_output or (request.drop_stale_output and stale > 0)
         request.num_stale_tokens = stale + self.batch.num_in_flight(row)
+        # What this very step was to compute of it will not be; vLLM leaves such blocks to be hit.
+        self.kv.unname_blocks(request, self.batch.row(row).computed)
         self._preempted_slots.append(request.slot)
         self.batch.remove([row])
         self.kv.free(request)
@@ -354,18 +222,16 @@ class Scheduler:
             request.record_event(EventType.PREEMPTED, now)
         self.waiting.put_back(request)
 
-    def _commit(
-        self, grants: Grants, num_ran: int, new_requests: list[NewRequest], new_counts: list[int]
-    ) -> SchedulerOutput:
+    def _commit(self, grants: Grants, admitted: Admitted) -> SchedulerOutput:
         """Account for the step as if it were computed, and write it down."""
         batch = self.batch
         c = batch.columns()
-        counts, rows = grants.counts, grants.rows
-        requests = batch.requests
-        if new_counts:
-            counts = np.concatenate((counts, np.array(new_counts, np.int32)))
+        requests, counts, rows = batch.requests, grants.counts, grants.rows
+        if admitted.counts:
+            counts = np.concatenate((counts, np.array(admitted.counts, np.int32)))
             if rows is not None:
-                rows = np.concatenate((rows, np.arange(num_ran, len(requests), dtype=np.int32)))
+                first = len(requests) - len(admitted.counts)
+                rows = np.concatenate((rows, np.arange(first, len(requests), dtype=np.int32)))
         which: slice | Int32s = slice(None) if rows is None else rows
         slots = c.slot[which].copy()
         before = c.computed[which].copy()
@@ -384,7 +250,7 @@ class Scheduler:
             slots,
             counts,
             before,
-            new_requests,
+            admitted.requests,
             np.array(grants.block_slots, np.int32) if grants.block_slots else EMPTY,
             np.array(grants.block_ids, np.int32) if grants.block_ids else EMPTY,
             np.array(self._finished_slots, np.int32) if self._finished_slots else EMPTY,
@@ -411,166 +277,12 @@ class Scheduler:
         record = in_flight.pop(0)
         collector = OutputCollector()
         if record.requests:
-            self._take_in(record, output, collector)
+            self.intake.take_in(record, output, collector)
         finished = self._finished_ids
         if finished:
             self._finished_ids = {}
         collector.attach(self.make_stats() if self.log_stats else None, finished)
         return collector.outputs
-
-    def _take_in(self, record: InFlightStep, output: ModelRunnerOutput, collector: OutputCollector) -> None:
-        tokens = output.sampled_token_ids[:, 0].astype(np.int32)  # a copy: the message's memory is not ours
-        sampled = output.num_sampled != 0
-        logprobs = SampledLogprobs(output.logprobs)
-        requests, rows = record.requests, record.rows
-        for part in output.prompt_logprobs:
-            if rows is None or rows[part.row] >= 0 or not requests[part.row].drop_stale_output:
-                keep_prompt_logprobs(requests[part.row], part)
-        if rows is None and np.count_nonzero(sampled) == len(sampled):
-            self._append(requests, slice(0, len(tokens)), None, tokens, logprobs, collector)
-            return
-        if rows is None:
-            rows = record.row_list()
-        for line in np.flatnonzero(rows < 0).tolist():
-            request = requests[line]
-            if request.status is not Status.FINISHED:
-                count = int(record.num_scheduled_tokens[line])
-                self._take_in_stale(
-                    request, count, line, tokens[line] if sampled[line] else None, logprobs, collector
-                )
-        lines = np.flatnonzero((rows >= 0) & sampled)
-        if len(lines):
-            line_list: list[int] = lines.tolist()
-            self._append(
-                [requests[line] for line in line_list],
-                rows[lines],
-                line_list,
-                tokens[lines],
-                logprobs,
-                collector,
-            )
-
-    def _append(
-        self,
-        requests: list[Request],
-        rows: slice | Int32s,
-        lines: list[int] | None,
-        tokens: Int32s,
-        logprobs: SampledLogprobs,
-        collector: OutputCollector,
-    ) -> None:
-        """One token for each of these running requests; `lines` are their rows in the step, None: 0, 1, 2,
-        ...
-        """
-        batch, kv = self.batch, self.kv
-        c = batch.columns()
-        row_of = (lambda i: i) if isinstance(rows, slice) else rows.tolist().__getitem__
-        known = c.known[rows] + 1
-        position = (known - 1) % batch.block_size
-        batch.tail[c.slot[rows], position] = tokens
-        c.known[rows] = known
-        if self.is_async:
-            c.placeholders[rows] -= 1
-            # What this step computed is certain now, also if the request is in no later step.
-            for i in np.flatnonzero(known > c.next_name[rows]).tolist():
-                name_blocks(batch, kv, row_of(i), int(known[i]) - 1)
-
-        rare = (tokens == c.eos[rows]) | (known >= c.limit[rows]) | (c.care[rows] != 0)
-        leaving: list[int] = []
-        rare_indices = np.flatnonzero(rare).tolist()
-        if rare_indices:
-            plain = ~rare
-            collector.add_plain(
-                list(compress(requests, plain.tolist())),
-                tokens[plain],
-                c.client[rows][plain],
-                list(batch.clients),
-            )
-            for i in rare_indices:
-                row = row_of(i)
-                if self._rare_output(
-                    row, int(tokens[i]), i if lines is None else lines[i], logprobs, collector
-                ):
-                    leaving.append(row)
-        else:
-            collector.add_plain(requests, tokens, c.client[rows], list(batch.clients))
-
-        for i in np.flatnonzero(position == batch.block_size - 1).tolist():
-            row = row_of(i)
-            if row not in leaving:
-                self._file_block(row, int(known[i]))
-        if leaving:
-            gone = [(batch.requests[row], batch.requests[row].slot) for row in leaving]
-            batch.remove(leaving)
-            for request, slot in gone:
-                self._end(request, slot)
-
-    def _rare_output(
-        self, row: int, token: int, line: int, logprobs: SampledLogprobs, collector: OutputCollector
-    ) -> bool:
-        """Output of a row that ends, or whose output is more than a token. True if it ends."""
-        request = self.batch.requests[row]
-        table = self.batch.table
-        window = request.params.repetition_detection
-        tail = self.batch.output_tail(row, repetition_window(window)) if window is not None else ()
-        stop = check_stop(request, token, int(table[KNOWN, row]), int(table[LIMIT, row]), tail)
-        care = int(table[CARE, row])
-        table[CARE, row] = care & ~ONCE
-        if stop is None and not care & (ONCE | ALWAYS):
-            outputs = collector.client(request.client_index)
-            outputs.outputs.append(EngineCoreOutput(request.request_id, [token]))
-            return False
-        self._emit(request, token, stop, logprobs.of(line, request), collector)
-        return stop is not None
-
-    def _emit(
-        self,
-        request: Request,
-        token: int,
-        stop: Stop | None,
-        logprobs: LogprobsLists | None,
-        collector: OutputCollector,
-    ) -> None:
-        if stop is not None:
-            request.finish_reason, request.stop_reason = stop
-        stats = None
-        if not request.prefilled:
-            request.prefilled = True
-            self._queued_tokens -= request.num_prompt_tokens
-            stats = request.prefill_stats(self.kv.block_size)
-        collector.add(request, make_output(request, token, logprobs, stats))
-
-    def _file_block(self, row: int, known: int) -> None:
-        """The row's token number `known` filled a block."""
-        block = self.batch.full_block(row, known)
-        if self.hasher is not None:
-            request = self.batch.requests[row]
-            hashes = request.block_hashes
-            parent = hashes[-1] if hashes else self.hasher.root(request.cache_salt, request.lora)
-            hashes.append(self.hasher.one(parent, block))
-
-    def _take_in_stale(
-        self,
-        request: Request,
-        count: int,
-        line: int,
-        token: np.int32 | None,
-        logprobs: SampledLogprobs,
-        collector: OutputCollector,
-    ) -> None:
-        """A step's outcome for a request that was preempted while the step was with the workers."""
-        request.num_stale_tokens -= count
-        assert request.num_stale_tokens >= 0, request
-        if token is None or request.drop_stale_output:
-            return
-        request.output += token.tobytes()
-        known = request.num_known_tokens
-        window = request.params.repetition_detection
-        tail = request.output_tokens()[-repetition_window(window) :].tolist() if window is not None else ()
-        stop = check_stop(request, int(token), known, self._limit(request), tail)
-        self._emit(request, int(token), stop, logprobs.of(line, request), collector)
-        if stop is not None:
-            self._end(request, None)
 
     # State.
 
@@ -602,7 +314,7 @@ class Scheduler:
 
     def make_stats(self) -> SchedulerStats:
         """State now, and prefix cache counts since the last call."""
-        deferred = len(self.deferred)
+        deferred = len(self.admission.deferred)
         return SchedulerStats(
             num_running_reqs=len(self.batch),
             num_waiting_reqs=len(self.waiting) - deferred,
@@ -651,9 +363,9 @@ class Scheduler:
                 problems.append(f"request {request.request_id} has status {request.status.name}")
             if request not in running and request.block_ids:
                 problems.append(f"waiting request {request.request_id} holds {len(request.block_ids)} blocks")
-        if not self.deferred <= waiting:
+        if not self.admission.deferred <= waiting:
             problems.append("a deferred request does not wait")
         queued = sum(request.num_prompt_tokens for request in live if not request.prefilled)
-        if queued != self._queued_tokens:
-            problems.append(f"{queued} prompt tokens are queued, counted as {self._queued_tokens}")
+        if queued != self.admission.queued_tokens:
+            problems.append(f"{queued} prompt tokens are queued, counted as {self.admission.queued_tokens}")
         return problems

@@ -1,0 +1,202 @@
+"""Takes in what a step sampled: new tokens to the requests, outputs to the clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import compress
+
+import numpy as np
+
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.protocol import EngineCoreOutput
+from engine_core.request import Request, Status
+from engine_core.scheduler.admission import Admission
+from engine_core.scheduler.outcome import (
+    OutputCollector,
+    SampledLogprobs,
+    keep_prompt_logprobs,
+    make_output,
+)
+from engine_core.scheduler.running import ALWAYS, CARE, KNOWN, LIMIT, ONCE, InFlightStep, RunningBatch
+from engine_core.scheduler.running_phase import name_blocks
+from engine_core.scheduler.stopping import Stop, check_stop, repetition_window
+from executor.step import Int32s, ModelRunnerOutput
+
+
+class Intake:
+    """The rows of a step are, by what became of them since it was planned:
+
+    - of a running request: its token is appended (`_append`, on columns); - of a request that ended: passed
+    over; - of a request that was preempted (*stale*): its token is delivered all the same, or dropped if
+    the request was
+      told to start over at once.
+    """
+
+    def __init__(
+        self,
+        batch: RunningBatch,
+        kv: KVCacheManager,
+        admission: Admission,
+        is_async: bool,
+        end: Callable[[Request, int | None], None],
+    ) -> None:
+        """`end(request, slot)` is called for a request that ends; the slot is what it had in the batch, if
+        any.
+        """
+        self._batch = batch
+        self._kv = kv
+        self._admission = admission
+        self._is_async = is_async
+        self._end = end
+
+    def take_in(self, record: InFlightStep, output: ModelRunnerOutput, collector: OutputCollector) -> None:
+        """Raises ValueError if `output` does not have a row for each of the step's."""
+        requests, rows = record.requests, record.rows
+        tokens = output.sampled_token_ids[:, 0].astype(np.int32)  # a copy: the message's memory is not ours
+        sampled = output.num_sampled != 0
+        if not len(tokens) == len(sampled) == len(requests):
+            raise ValueError(
+                f"step {record.step_id} has {len(requests)} rows, but its outcome {len(tokens)} tokens "
+                f"and {len(sampled)} counts"
+            )
+        logprobs = SampledLogprobs(output.logprobs)
+        for part in output.prompt_logprobs:
+            if rows is None or rows[part.row] >= 0 or not requests[part.row].drop_stale_output:
+                keep_prompt_logprobs(requests[part.row], part)
+        if rows is None:
+            if np.count_nonzero(sampled) == len(sampled):
+                self._append(requests, slice(0, len(tokens)), None, tokens, logprobs, collector)
+                return
+            rows = record.row_list()
+        for line in np.flatnonzero(rows < 0).tolist():
+            if requests[line].status is not Status.FINISHED:
+                token = tokens[line] if sampled[line] else None
+                self._append_stale(record, line, token, logprobs, collector)
+        lines = np.flatnonzero((rows >= 0) & sampled)
+        if len(lines):
+            where: list[int] = lines.tolist()
+            mine = [requests[line] for line in where]
+            self._append(mine, rows[lines], where, tokens[lines], logprobs, collector)
+
+    def _append(
+        self,
+        requests: list[Request],
+        rows: slice | Int32s,
+        lines: list[int] | None,
+        tokens: Int32s,
+        logprobs: SampledLogprobs,
+        collector: OutputCollector,
+    ) -> None:
+        """One token for each of these running requests.
+
+        `rows` are their rows in the batch, `lines` those in the step; None: 0, 1, 2, ...
+        """
+        batch, kv = self._batch, self._kv
+        c = batch.columns()
+        row_of = _identity if isinstance(rows, slice) else rows.tolist().__getitem__
+        known = c.known[rows] + 1
+        position = (known - 1) % batch.block_size
+        batch.tail[c.slot[rows], position] = tokens
+        c.known[rows] = known
+        if self._is_async:
+            c.placeholders[rows] -= 1
+            # What this step computed is certain now, also if the request is in no later step.
+            for i in np.flatnonzero(known > c.next_name[rows]).tolist():
+                name_blocks(batch, kv, row_of(i), int(known[i]) - 1)
+
+        leaving: list[int] = []
+        rare = (tokens == c.eos[rows]) | (known >= c.limit[rows]) | (c.care[rows] != 0)
+        if np.count_nonzero(rare):
+            for i in np.flatnonzero(rare).tolist():
+                row, line = row_of(i), i if lines is None else lines[i]
+                if self._emit_rare(row, int(tokens[i]), line, logprobs, collector):
+                    leaving.append(row)
+            plain = ~rare
+            mine = list(compress(requests, plain.tolist()))
+            collector.add_plain(mine, tokens[plain], c.client[rows][plain], batch.clients)
+        else:
+            collector.add_plain(requests, tokens, c.client[rows], batch.clients)
+
+        for i in np.flatnonzero(position == batch.block_size - 1).tolist():
+            row = row_of(i)
+            if row not in leaving:
+                self._file_block(row, int(known[i]))
+        if leaving:
+            gone = [(batch.requests[row], batch.requests[row].slot) for row in leaving]
+            batch.remove(leaving)
+            for request, slot in gone:
+                self._end(request, slot)
+
+    def _emit_rare(
+        self, row: int, token: int, line: int, logprobs: SampledLogprobs, collector: OutputCollector
+    ) -> bool:
+        """Output of a row that may end, or whose output is more than a token. True if it ends."""
+        batch = self._batch
+        request, table = batch.requests[row], batch.table
+        window = request.params.repetition_detection
+        tail = batch.output_tail(row, repetition_window(window)) if window is not None else ()
+        stop = check_stop(request, token, int(table[KNOWN, row]), int(table[LIMIT, row]), tail)
+        care = int(table[CARE, row])
+        if stop is None and not care & (ONCE | ALWAYS):
+            collector.add(request, EngineCoreOutput(request.request_id, [token]))
+            return False
+        table[CARE, row] = care & ~ONCE
+        self._emit(request, token, stop, line, logprobs, collector)
+        return stop is not None
+
+    def _emit(
+        self,
+        request: Request,
+        token: int,
+        stop: Stop | None,
+        line: int,
+        logprobs: SampledLogprobs,
+        collector: OutputCollector,
+    ) -> None:
+        if stop is not None:
+            request.finish_reason, request.stop_reason = stop
+        stats = None
+        if not request.prefilled:
+            request.prefilled = True
+            self._admission.prefilled(request)
+            stats = request.prefill_stats(self._kv.block_size)
+        collector.add(request, make_output(request, token, logprobs.of(line, request), stats))
+
+    def _file_block(self, row: int, known: int) -> None:
+        """The row's token number `known` filled a block."""
+        block = self._batch.full_block(row, known)
+        hasher = self._kv.hasher
+        if hasher is not None:
+            request = self._batch.requests[row]
+            hashes = request.block_hashes
+            parent = hashes[-1] if hashes else hasher.root(request.cache_salt, request.lora)
+            hashes.append(hasher.one(parent, block))
+
+    def _append_stale(
+        self,
+        record: InFlightStep,
+        line: int,
+        token: np.int32 | None,
+        logprobs: SampledLogprobs,
+        collector: OutputCollector,
+    ) -> None:
+        """Outcome for a request that was preempted while the step was with the workers; None: it sampled
+        none.
+        """
+        request = record.requests[line]
+        request.num_stale_tokens -= int(record.num_scheduled_tokens[line])
+        assert request.num_stale_tokens >= 0, request
+        if token is None or request.drop_stale_output:
+            return
+        request.output += token.tobytes()
+        known = request.num_known_tokens
+        window = request.params.repetition_detection
+        tail = request.output_tokens()[-repetition_window(window) :].tolist() if window is not None else ()
+        stop = check_stop(request, int(token), known, self._admission.limit(request), tail)
+        self._emit(request, int(token), stop, line, logprobs, collector)
+        if stop is not None:
+            self._end(request, None)
+
+
+def _identity(index: int) -> int:
+    return index
