@@ -72,16 +72,11 @@ def progress(snapshot: Snapshot, now_s: float, *, stall_limit_s: float = STALL_L
         return Verdict(False, f"the engine has {engine['phase']}{_cause(engine)}")
     if engine["phase"] not in ("ready", "draining"):
         return Verdict(True, f"the engine is {engine['phase']}")
-    queued = engine["requests_received"] - engine["requests_admitted"]
-    running, waiting = engine["running"], engine["waiting"] + engine["deferred"]
-    if not engine["in_flight"]:
-        if engine["pause"] == "frozen" or (engine["pause"] != "running" and not running):
-            return Verdict(True, "paused")
-        if not running and not waiting and queued <= 0:
-            return Verdict(True, "nothing to do")
-    idle_s = now_s - engine["last_progress_s"]
+    if not engine["awake_since_s"]:
+        return Verdict(True, "nothing to do")
+    idle_s = now_s - max(engine["last_progress_s"], engine["awake_since_s"])
     if idle_s <= stall_limit_s:
-        return Verdict(True, f"step {engine['step_id']}, {idle_s:.1f} s ago")
+        return Verdict(True, f"at step {engine['step_id']}, {idle_s:.1f} s ago")
     if engine["in_flight"]:
         return Verdict(
             False,
@@ -90,8 +85,9 @@ def progress(snapshot: Snapshot, now_s: float, *, stall_limit_s: float = STALL_L
         )
     return Verdict(
         False,
-        f"the main loop of process {engine['pid']} has not gone round for {idle_s:.0f} s with "
-        f"{running} running, {waiting} waiting and {max(0, queued)} new requests",
+        f"the main loop of process {engine['pid']} has not gone round for {idle_s:.0f} s, with "
+        f"{engine['running']} requests running and {engine['waiting'] + engine['deferred']} waiting: "
+        f"{whom(ranks, now_s)}",
     )
 
 

@@ -47,12 +47,10 @@ def set_level(level: str, logger: str | None = None) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """`INFO 11-29 18:13:02.123 [engine_core 4711] message`, local time."""
+    """`I 2031-11-29 18:13:02,123 4711 engine_core: message`, local time."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "%(levelname)s %(asctime)s.%(msecs)03d [%(name)s %(process)d] %(message)s", "%m-%d %H:%M:%S"
-        )
+        super().__init__("%(levelname).1s %(asctime)s %(process)d %(name)s: %(message)s")
 
 
 class JSONFormatter(logging.Formatter):

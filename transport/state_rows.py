@@ -35,7 +35,9 @@ def _store_claim(row: ProcessRow, owner: ProcessIdentity) -> None:
 class EngineRow(ProcessRow):
     """The row of the engine process, written by its main loop."""
 
-    requests_received = Count("requests", "taken from the sockets", atomic=True)
+    awake_since_s = Real(
+        "s monotonic", "when the main loop last got work; 0 while it waits for some", atomic=True
+    )
 
     phase = Choice(
         "starting",
@@ -67,12 +69,12 @@ class EngineRow(ProcessRow):
     first_error = Text(512)
 
     step_id = Count("", "of the last step scheduled")
-    last_progress_s = Real("s monotonic", "the main loop scheduled a step, took its result, or went idle")
+    last_progress_s = Real("s monotonic", "when the main loop last planned a step or took in a result")
     in_flight = Count("steps", "handed to the ranks and not yet answered")
     running = Count("requests")
     waiting = Count("requests", "for capacity")
     deferred = Count("requests", "waiting for something other than capacity")
-    requests_admitted = Count("requests", "taken over by the main loop since the start")
+    requests_admitted = Count("requests", "accepted since the start")
     requests_finished = Count("requests", "since the start, for whatever reason")
     blocks_free = Count("blocks", "cached ones that nobody holds included")
     blocks_used = Count("blocks", "held by requests")

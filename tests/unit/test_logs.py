@@ -32,8 +32,8 @@ def stream() -> Iterator[io.StringIO]:
 def test_text_is_a_line_with_level_time_logger_and_process(stream: io.StringIO) -> None:
     logs.configure(stream=stream)
     logging.getLogger("executor").warning("rank %d is late", 3)
-    time = r"\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
-    assert re.fullmatch(rf"WARNING {time} \[executor {os.getpid()}\] rank 3 is late\n", stream.getvalue())
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+    assert re.fullmatch(rf"W {time} {os.getpid()} executor: rank 3 is late\n", stream.getvalue())
 
 
 def test_json_is_an_object_a_line_with_what_extra_gave(stream: io.StringIO) -> None:
