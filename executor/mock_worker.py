@@ -94,6 +94,10 @@ class MockWorker(Worker):
             self.ledger.release(slots)
             for slot in slots.tolist():
                 self._answers.pop(slot, None)
+        # Before the new requests: they may read blocks that this very step gives to others and fills.
+        if len(step.new_block_slots):
+            self.ledger.extend(step.new_block_slots, step.new_block_ids)
+            self._wipe(step.new_block_ids)
         for request in step.new_requests:
             num_hit = request.num_computed_tokens // self.config.block_size
             owned = request.block_ids[num_hit:]
@@ -102,9 +106,6 @@ class MockWorker(Worker):
             params = request.params
             if (params.logprobs, params.prompt_logprobs, params.logprob_token_ids) != (None, None, None):
                 self._answers[request.slot] = params
-        if len(step.new_block_slots):
-            self.ledger.extend(step.new_block_slots, step.new_block_ids)
-            self._wipe(step.new_block_ids)
 
     def _wipe(self, block_ids: Int32s) -> None:
         """Of a block's earlier life nothing may be read."""
