@@ -182,14 +182,16 @@ def reader(
     kill_at_message: int = -1,
     kill_at_line: int = -1,
     timeout: float = 20.0,
-    from_first: bool = True,
     threads: int = 0,
     fork: bool = False,
     delay: float = 0.0,
+    remote: bool = False,
 ) -> None:
     """Read and check messages until the queue ends or `expect` have come; then say how it went."""
     time.sleep(delay)
-    queue = MessageQueue.attach(unpacked(handle), rank, timeout_s=timeout, wait=_POLICIES[wait])
+    queue = MessageQueue.attach(
+        unpacked(handle), rank, remote=remote, timeout_s=timeout, wait=_POLICIES[wait]
+    )
     child = 0
     if fork:
         child = os.fork()
@@ -252,9 +254,18 @@ def writer(
     seed: int = 0,
     fork: bool = False,
     timeout: float = 20.0,
+    n_remote: int = 0,
+    remote_host: str | None = None,
+    gap: float = 0.0,
 ) -> None:
     """Send messages of random sizes out of `sizes`; then close the queue, or just stay."""
-    queue = MessageQueue.create(n_local=n_local, capacity_bytes=capacity, wait=_POLICIES[wait])
+    queue = MessageQueue.create(
+        n_local=n_local,
+        n_remote=n_remote,
+        remote_host=remote_host,
+        capacity_bytes=capacity,
+        wait=_POLICIES[wait],
+    )
     say(handle=packed(queue.handle()), pid=os.getpid())
     queue.wait_until_ready(timeout)
     child = 0
@@ -271,12 +282,20 @@ def writer(
         parts = message(number, dice.choice(sizes))
         if number == kill_at_message:
             kill_at(kill_at_line, "ring.py")
-        queue.enqueue(*parts, timeout_s=timeout)
+        try:
+            queue.enqueue(*parts, timeout_s=timeout)
+        except TransportError as failure:
+            say(sent=number, error=type(failure).__name__, text=str(failure))
+            break
+        if gap:
+            time.sleep(gap)
         if pause and dice.random() < 0.05:
             time.sleep(dice.random() * pause)
-    say(sent=messages)
+    else:
+        say(sent=messages, error="")
     if close:
         queue.close()
+    say(closed=close)
     time.sleep(linger)
 
 

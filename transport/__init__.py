@@ -15,7 +15,7 @@ from transport.errors import (
     TransportTimeout,
     WriterDied,
 )
-from transport.message_queue import Handle, Message, MessageQueue, QueueStats
+from transport.message_queue import CurveKeys, Handle, Message, MessageQueue, QueueStats
 from transport.processes import ProcessIdentity
 from transport.ring import RingReader, RingWriter, ShmRingBuffer
 from transport.waiting import SpinCondition, WaitPolicy, memory_fence
@@ -26,6 +26,7 @@ __all__ = [
     "Cancelled",
     "Clock",
     "CodecError",
+    "CurveKeys",
     "Handle",
     "Message",
     "MessageLost",

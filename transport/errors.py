@@ -83,6 +83,28 @@ class WriterDied(PeerDied):
         self.host = host
 
 
+class RankDied(PeerDied):
+    """A rank that others exchange arrays with is gone."""
+
+    def __init__(self, collective: str, rank: int, pid: int) -> None:
+        super().__init__(f"rank {rank} (pid {pid}) of {collective!r} died", queue=collective, pid=pid)
+        self.rank = rank
+
+
+class CallMismatch(TransportError):
+    """Two ranks exchange arrays of different kinds or sizes: their calls are not the same."""
+
+    def __init__(self, collective: str, rank: int, other: int, sequence: int) -> None:
+        super().__init__(
+            f"rank {rank} and rank {other} of {collective!r} make different calls at exchange {sequence}: "
+            f"all ranks must call the same with arrays of the same shape and type"
+        )
+        self.collective = collective
+        self.rank = rank
+        self.other = other
+        self.sequence = sequence
+
+
 class QueueClosed(TransportError):
     """This end was closed, or the writer closed the queue and everything it had published has been read."""
 

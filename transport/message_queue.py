@@ -34,6 +34,33 @@ def _nothing() -> None:
     pass
 
 
+class CurveKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """Two key pairs (Z85 text) that encrypt and authenticate a queue's TCP connections: the writer's and
+    the readers'.
+    """
+
+    writer_public: str
+    writer_secret: str
+    reader_public: str
+    reader_secret: str
+
+    @classmethod
+    def generate(cls) -> CurveKeys:
+        """New keys. Raises TransportError if libzmq was built without CURVE."""
+        import zmq
+
+        if not zmq.has("curve"):
+            raise TransportError("this libzmq has no CURVE encryption")
+        writer_public, writer_secret = zmq.curve_keypair()
+        reader_public, reader_secret = zmq.curve_keypair()
+        return cls(
+            writer_public=writer_public.decode(),
+            writer_secret=writer_secret.decode(),
+            reader_public=reader_public.decode(),
+            reader_secret=reader_secret.decode(),
+        )
+
+
 class Handle(msgspec.Struct, frozen=True, kw_only=True):
     """What a reader needs to attach. Plain data for msgspec; whoever holds it can attach, so treat it as a
     secret.
@@ -44,6 +71,12 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
     writer: ProcessIdentity
     token: bytes
     address: str  # abstract unix socket of the writer; "" without local readers
+    endpoint: str  # ZMQ address of the writer; "" without remote readers
+    host: str  # the writer's, for messages to people
+    window_bytes: int  # how far a remote reader may be behind
+    curve_writer_public: str = ""  # "": not encrypted
+    curve_reader_public: str = ""
+    curve_reader_secret: str = ""
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +86,9 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: int
     waits: int  # for room or for a message, longer than a first look
     parks: int  # of these waits, those that slept
-    wakes: int  # sleeping peers rung
     waited_s: float  # in all these waits
     longest_wait_s: float
+    wakes: int = 0  # sleeping peers rung, on the same host
 
 
 class Message:
@@ -102,19 +135,31 @@ class MessageQueue(ABC):
         cls,
         *,
         n_local: int,
+        n_remote: int = 0,
         name: str = "queue",
         capacity_bytes: int = 4 << 20,
+        remote_host: str | None = None,
+        curve: CurveKeys | None = None,
         wait: WaitPolicy | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> MessageQueue:
-        """The writer's end, for `n_local` readers on this host.
+        """The writer's end, for `n_local` readers on this host and `n_remote` elsewhere.
 
         capacity_bytes: how far the slowest reader may be behind, in bytes. Messages may be larger.
+        remote_host: the address of this host, IPv4 or IPv6, at which remote readers connect. curve: encrypt
+        these connections.
         """
         from transport.queue_writer import QueueWriter
 
         return QueueWriter(
-            n_local=n_local, name=name, capacity_bytes=capacity_bytes, wait=wait or WaitPolicy(), clock=clock
+            n_local=n_local,
+            n_remote=n_remote,
+            name=name,
+            capacity_bytes=capacity_bytes,
+            remote_host=remote_host,
+            curve=curve,
+            wait=wait or WaitPolicy(),
+            clock=clock,
         )
 
     @classmethod
@@ -123,16 +168,21 @@ class MessageQueue(ABC):
         handle: Handle,
         rank: int,
         *,
+        remote: bool = False,
         timeout_s: float,
         wait: WaitPolicy | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> MessageQueue:
-        """The end of reader `rank` (0 to n - 1, each once).
+        """The end of reader `rank` (0 to n - 1, each once). remote: over TCP, from any host.
 
         It reads every message from the first, even those sent before it attached. Raises AttachRefused,
         WriterDied, TransportTimeout.
         """
-        from transport.queue_reader import LocalReader
+        if remote:
+            from transport.remote import RemoteReader
+
+            return RemoteReader(handle, rank, timeout_s=timeout_s, clock=clock)
+        from transport.local import LocalReader
 
         return LocalReader(handle, rank, timeout_s=timeout_s, wait=wait or WaitPolicy(), clock=clock)
 

@@ -1,21 +1,26 @@
-"""The writer's end of a `MessageQueue`."""
+"""The writer's end of a `MessageQueue`: it sends each message to the ring and to the remote readers."""
 
 from __future__ import annotations
 
 import logging
 import os
 import secrets
+import socket
 from typing import TYPE_CHECKING
 
 from transport.clock import Clock
 from transport.errors import Cancelled, QueueClosed, QueueFull, ReaderDied, TransportError, TransportTimeout
-from transport.handover import Arrival, Reception, Roster
-from transport.message_queue import Handle, MessageQueue, QueueStats
+from transport.handover import Roster
+from transport.local import LocalReaders, pieces
+from transport.message_queue import CurveKeys, Handle, MessageQueue, QueueStats
 from transport.processes import own_identity
-from transport.ring import FIRST, LAST, MORE, RingWriter, ShmRingBuffer, nbytes_of
-from transport.waiting import Sleeper, SpinCondition, WaitPolicy
+from transport.ring import DATA, nbytes_of
+from transport.waiting import Sleeper, WaitPolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transport.remote import RemoteReaders
     from transport.ring import Buffer
 
 logger = logging.getLogger("transport")
@@ -25,50 +30,83 @@ class QueueWriter(MessageQueue):
     """See `MessageQueue.create`."""
 
     def __init__(
-        self, *, n_local: int, name: str, capacity_bytes: int, wait: WaitPolicy, clock: Clock
+        self,
+        *,
+        n_local: int,
+        n_remote: int,
+        name: str,
+        capacity_bytes: int,
+        remote_host: str | None,
+        curve: CurveKeys | None,
+        wait: WaitPolicy,
+        clock: Clock,
     ) -> None:
+        if n_local + n_remote < 1:
+            raise ValueError("a queue has at least one reader")
+        if n_remote and remote_host is None:
+            raise ValueError("remote readers need remote_host, the address at which they connect")
         self.name = name
         self._clock = clock
         self._warn_after_s = wait.warn_after_s
+        self._capacity = capacity_bytes
+        self._curve = curve
         self._identity = own_identity()
         self._token = secrets.token_bytes(16)
-        self._roster = Roster(n_local)
-        self._readers: dict[int, Arrival] = {}  # by place in the ring
-        self._by_fd: dict[int, Arrival] = {}
+        self._roster = Roster(n_local + n_remote)
         self._error: TransportError | None = None  # why nothing can be sent any more
+        self._ready = False  # every remote reader is there
         self._messages = 0
         self._payload_bytes = 0
+        self._waits = 0
+        self._waited_s = 0.0
+        self._longest_wait_s = 0.0
 
-        self._ring = ShmRingBuffer.create(n_local, capacity_bytes)
-        self._doorbells = [_eventfd() for _ in range(n_local)]
-        self._room = _eventfd()
-        self._writer = RingWriter(self._ring, self._doorbells)
-        self._reception = Reception(self._ring, self._doorbells, self._room, self._token, self._roster)
+        self._room = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeper = Sleeper(self._room, self._on_event, queue=name)
-        self._sleeper.watch(self._reception.news)
-        self._condition = SpinCondition(
-            self._ring.words,
-            self._sleeper,
-            wait,
-            park=self._writer.park,
-            unpark=self._writer.unpark,
-            crowded=n_local + 1 > (os.cpu_count() or 1),
-            clock=clock,
-        )
+        self._local: LocalReaders | None = None
+        self._remote: RemoteReaders | None = None
+        try:
+            if n_local:
+                self._local = LocalReaders(
+                    name, n_local, capacity_bytes, self._token, self._roster, self._room
+                )
+                self._sleeper.watch(self._local.news)
+                self._condition = self._local.condition(self._sleeper, wait, clock)
+            if n_remote and remote_host is not None:
+                from transport.remote import RemoteReaders
+
+                self._remote = RemoteReaders(
+                    name, remote_host, n_remote, capacity_bytes, self._token, self._roster, curve
+                )
+                self._sleeper.watch(self._remote.fd)
+        except BaseException:
+            self.close()
+            raise
 
     def handle(self) -> Handle:
+        curve = self._curve
         return Handle(
             name=self.name,
             n_readers=self._roster.n_readers,
             writer=self._identity,
             token=self._token,
-            address=self._reception.address,
+            address=self._local.address if self._local is not None else "",
+            endpoint=self._remote.endpoint if self._remote is not None else "",
+            host=socket.gethostname(),
+            window_bytes=self._capacity,
+            curve_writer_public=curve.writer_public if curve is not None else "",
+            curve_reader_public=curve.reader_public if curve is not None else "",
+            curve_reader_secret=curve.reader_secret if curve is not None else "",
         )
 
     def wait_until_ready(self, timeout_s: float) -> None:
         deadline = self._clock.monotonic() + timeout_s
-        while missing := self._missing_ranks():
-            self._raise_if_unusable()
+        while True:
+            self.check_peers()
+            missing = self._missing_ranks()
+            if not missing:
+                self._ready = True
+                return
             left = deadline - self._clock.monotonic()
             if left <= 0:
                 ranks = ", ".join(map(str, missing))
@@ -80,11 +118,12 @@ class QueueWriter(MessageQueue):
                     missing_ranks=missing,
                 )
             self._sleeper.sleep(left)
-        self.check_peers()
 
     def check_peers(self) -> None:
         self._raise_if_unusable()
         self._sleeper.sleep(0.0)
+        if self._remote is not None:
+            self._serve(self._remote)
 
     def enqueue(self, *parts: Buffer, timeout_s: float) -> None:
         if self._error is not None or self._sleeper.cancelled:
@@ -94,10 +133,19 @@ class QueueWriter(MessageQueue):
         nbytes = 0
         for part in parts:
             nbytes += len(part) if part.__class__ is bytes else nbytes_of(part)
-        if nbytes > self._writer.max_payload:
-            self._write_in_pieces(parts, nbytes, timeout_s)
-        elif not self._writer.try_write(parts, nbytes):
-            self._write_when_possible(parts, nbytes, self._clock.monotonic() + timeout_s, timeout_s)
+        if self._remote is not None:
+            self._wait_for_window(self._remote, nbytes, timeout_s)
+        if self._local is not None:
+            writer = self._local.writer
+            if nbytes > writer.max_payload:
+                deadline = self._clock.monotonic() + timeout_s
+                for kind, piece, size in pieces(parts, nbytes, writer.piece_bytes):
+                    self._write_when_possible(self._local, piece, size, deadline, timeout_s, kind)
+            elif not writer.try_write(parts, nbytes):
+                deadline = self._clock.monotonic() + timeout_s
+                self._write_when_possible(self._local, parts, nbytes, deadline, timeout_s)
+        if self._remote is not None:
+            self._remote.send(parts, nbytes)
         self._messages += 1
         self._payload_bytes += nbytes
 
@@ -109,58 +157,51 @@ class QueueWriter(MessageQueue):
             return
         self._error = QueueClosed(self.name, "this end")
         if os.getpid() == self._identity.pid:  # a forked child gives back its descriptors, no more
-            self._writer.finish()
-            self._reception.close()
-        for reader in self._readers.values():
-            reader.close()
+            if self._local is not None:
+                self._local.finish()
+            if self._remote is not None:
+                self._remote.close()
+        if self._local is not None:
+            self._local.close()
         self._sleeper.close()
-        for fd in (*self._doorbells, self._room):
-            os.close(fd)
-        self._ring.close()
+        os.close(self._room)
 
     @property
     def stats(self) -> QueueStats:
-        return QueueStats(
+        stats = QueueStats(
             messages=self._messages,
             payload_bytes=self._payload_bytes,
-            waits=self._condition.waits,
-            parks=self._condition.parks,
-            wakes=self._writer.wakes,
-            waited_s=self._condition.waited_s,
-            longest_wait_s=self._condition.longest_wait_s,
+            waits=self._waits,
+            parks=self._waits,
+            waited_s=self._waited_s,
+            longest_wait_s=self._longest_wait_s,
         )
-
-    def _write_in_pieces(self, parts: tuple[Buffer, ...], nbytes: int, timeout_s: float) -> None:
-        """A message larger than the ring goes through it in pieces, of which readers put it together again.
-
-        If the deadline passes in between, the readers drop what they have when the next message begins.
-        """
-        deadline = self._clock.monotonic() + timeout_s
-        kind = FIRST
-        piece: list[Buffer] = [nbytes.to_bytes(8, "little")]
-        room = self._writer.piece_bytes - 8
-        left = nbytes
-        for part in parts:
-            view = memoryview(part).cast("B")  # type: ignore[arg-type]
-            while view.nbytes:
-                head, view = view[:room], view[room:]
-                piece.append(head)
-                room -= head.nbytes
-                left -= head.nbytes
-                if room == 0 or left == 0:
-                    size = sum(map(nbytes_of, piece))
-                    self._write_when_possible(piece, size, deadline, timeout_s, LAST if left == 0 else kind)
-                    kind, piece, room = MORE, [], self._writer.piece_bytes
+        if self._local is None:
+            return stats
+        ring = self._condition
+        return QueueStats(
+            messages=stats.messages,
+            payload_bytes=stats.payload_bytes,
+            waits=stats.waits + ring.waits,
+            parks=stats.parks + ring.parks,
+            wakes=self._local.writer.wakes,
+            waited_s=stats.waited_s + ring.waited_s,
+            longest_wait_s=max(stats.longest_wait_s, ring.longest_wait_s),
+        )
 
     def _write_when_possible(
         self,
-        parts: tuple[Buffer, ...] | list[Buffer],
+        local: LocalReaders,
+        parts: Sequence[Buffer],
         nbytes: int,
         deadline: float,
         timeout_s: float,
-        kind: int = 0,
+        kind: int = DATA,
     ) -> None:
-        writer, start, warn_after = self._writer, self._clock.monotonic(), self._warn_after_s
+        """Wait for room in the ring. If the deadline passes between two pieces of a large message, the
+        readers drop what they have of it when the next message begins.
+        """
+        writer, start, warn_after = local.writer, self._clock.monotonic(), self._warn_after_s
         while True:
             reader, head = writer.slowest()
             old = writer.word(head)  # read before trying, so that room made after the try changes it
@@ -169,16 +210,44 @@ class QueueWriter(MessageQueue):
             if self._condition.wait(head, old, min(deadline, start + warn_after)):
                 continue
             now = self._clock.monotonic()
+            rank, pid = local.who(reader) or (self._missing_ranks()[0], None)
             if now >= deadline:
-                rank, pid = self._who(reader)
                 raise QueueFull(self.name, rank, pid, *writer.lag(reader), timeout_s)
             if now - start >= warn_after:
-                self._warn(reader, now - start)
+                self._warn(rank, pid, *writer.lag(reader), now - start)
                 warn_after *= 2
 
-    def _warn(self, reader: int, waited_s: float) -> None:
-        rank, pid = self._who(reader)
-        messages, nbytes = self._writer.lag(reader)
+    def _wait_for_window(self, remote: RemoteReaders, nbytes: int, timeout_s: float) -> None:
+        """Wait until every remote reader is there and may be sent another `nbytes` bytes."""
+        if not self._ready:
+            self.wait_until_ready(timeout_s)  # whoever subscribes later would miss this message
+        if self._has_window(remote, nbytes):
+            return
+        start, warn_after = self._clock.monotonic(), self._warn_after_s
+        self._waits += 1
+        try:
+            while not self._has_window(remote, nbytes):
+                now = self._clock.monotonic()
+                rank, pid, messages, behind = remote.slowest()
+                if now >= start + timeout_s:
+                    raise QueueFull(self.name, rank, pid, messages, behind, timeout_s)
+                if now - start >= warn_after:
+                    self._warn(rank, pid, messages, behind, now - start)
+                    warn_after *= 2
+                self._sleeper.sleep(start + min(timeout_s, warn_after) - now)
+        finally:
+            waited = self._clock.monotonic() - start
+            self._waited_s += waited
+            self._longest_wait_s = max(self._longest_wait_s, waited)
+
+    def _has_window(self, remote: RemoteReaders, nbytes: int) -> bool:
+        try:
+            return remote.has_room(nbytes)
+        except ReaderDied as error:
+            self._error = error
+            raise
+
+    def _warn(self, rank: int, pid: int | None, messages: int, nbytes: int, waited_s: float) -> None:
         logger.warning(
             "queue %r has been full for %.1f s: reader rank %d (%s) is %d messages (%d bytes) behind",
             self.name,
@@ -189,37 +258,31 @@ class QueueWriter(MessageQueue):
             nbytes,
         )
 
-    def _who(self, reader: int) -> tuple[int, int | None]:
-        """(rank, pid) of the reader at a place in the ring; of a missing one if nobody sits there."""
-        arrival = self._readers.get(reader)
-        return (arrival.rank, arrival.pid) if arrival is not None else (self._missing_ranks()[0], None)
-
     def _missing_ranks(self) -> tuple[int, ...]:
-        here = {reader.rank for reader in self._readers.values()}
+        here = set() if self._local is None else self._local.ranks()
+        if self._remote is not None:
+            here |= self._remote.ranks()
         return tuple(rank for rank in range(self._roster.n_readers) if rank not in here)
 
     def _on_event(self, fd: int) -> None:
-        if fd == self._reception.news:
-            os.eventfd_read(fd)
-            while self._reception.arrivals:
-                arrival = self._reception.arrivals.popleft()
-                self._readers[arrival.index] = arrival
-                for watched in (arrival.connection.fileno(), arrival.pidfd):
-                    self._by_fd[watched] = arrival
-                    self._sleeper.watch(watched)
-            return
-        reader = self._by_fd[fd]
-        self._error = ReaderDied(
-            self.name, reader.rank, reader.pid, closed=self._writer.has_left(reader.index)
-        )
-        raise self._error
+        if self._remote is not None and fd == self._remote.fd:
+            self._serve(self._remote)
+        elif self._local is not None:
+            if fd == self._local.news:
+                self._local.admit(self._sleeper)
+            else:
+                self._error = self._local.obituary(fd)
+                raise self._error
+
+    def _serve(self, remote: RemoteReaders) -> None:
+        try:
+            remote.serve()
+        except ReaderDied as error:
+            self._error = error
+            raise
 
     def _raise_if_unusable(self) -> None:
         if self._sleeper.cancelled and not isinstance(self._error, QueueClosed):
             raise Cancelled(self.name)
         if self._error is not None:
             raise self._error
-
-
-def _eventfd() -> int:
-    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

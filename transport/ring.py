@@ -111,7 +111,7 @@ class ShmRingBuffer:
             raise ValueError(f"a ring has at least {MIN_CAPACITY} bytes, not {capacity}")
         capacity = 1 << (capacity - 1).bit_length()
         size = ((8 * (_LINES + _LINE * n_readers) + 4095) & -4096) + capacity
-        ring = cls(_anonymous_file(size), n_readers, capacity)
+        ring = cls(anonymous_file(size, "engine-core-ring"), n_readers, capacity)
         ring.words[_CAPACITY] = capacity
         ring.words[_READERS] = n_readers
         ring.words[_MAGIC_WORD] = _MAGIC
@@ -143,10 +143,13 @@ class ShmRingBuffer:
             self.map.close()
 
 
-def _anonymous_file(size: int) -> int:
-    """A descriptor of `size` bytes of allocated shared memory without a name."""
+def anonymous_file(size: int, label: str) -> int:
+    """A descriptor of `size` bytes of allocated shared memory without a name; `ls /proc/PID/fd` shows `label`.
+
+    Raises TransportError if there is not enough memory.
+    """
     try:
-        fd = os.memfd_create("engine-core-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EPERM):
             raise TransportError(f"cannot create shared memory: {error}") from error

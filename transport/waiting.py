@@ -93,18 +93,19 @@ class WaitPolicy(msgspec.Struct, frozen=True, kw_only=True):
 class Sleeper:
     """Sleeps on descriptors: this end's doorbell, its cancel, and those watched for news of the peers.
 
-    doorbell: an eventfd that the other side rings; not closed here. on_event: called with each watched
-    descriptor that became readable or hung up; raises to end the wait.
+    doorbell: an eventfd that the other side rings, or None; not closed here. on_event: called with each
+    watched descriptor that became readable or hung up; raises to end the wait.
     """
 
-    def __init__(self, doorbell: int, on_event: Callable[[int], None], *, queue: str) -> None:
+    def __init__(self, doorbell: int | None, on_event: Callable[[int], None], *, queue: str) -> None:
         self.cancelled = False
         self._doorbell = doorbell
         self._queue = queue
         self._on_event = on_event
         self._cancel_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = select.poll()
-        self._poller.register(doorbell, select.POLLIN)
+        if doorbell is not None:
+            self._poller.register(doorbell, select.POLLIN)
         self._poller.register(self._cancel_fd, select.POLLIN)
 
     def watch(self, fd: int) -> None:

@@ -1,8 +1,11 @@
-"""The end of a reader on the writer's host."""
+"""The two sides of the ring: the readers on this host as the writer sees them, and the end of such a
+reader.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from transport import handover
 from transport.clock import Clock
@@ -10,13 +13,103 @@ from transport.errors import (
     AttachRefused,
     Cancelled,
     QueueClosed,
+    ReaderDied,
     TransportError,
     TransportTimeout,
     WriterDied,
 )
+from transport.handover import Arrival, Reception, Roster
 from transport.message_queue import Handle, Message, MessageQueue, QueueStats
-from transport.ring import RingReader
+from transport.ring import FIRST, LAST, MORE, RingReader, RingWriter, ShmRingBuffer, nbytes_of
 from transport.waiting import Sleeper, SpinCondition, WaitPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from transport.ring import Buffer
+
+
+class LocalReaders:
+    """The writer's side: the ring, and who reads it."""
+
+    def __init__(
+        self, name: str, n_readers: int, capacity: int, token: bytes, roster: Roster, room: int
+    ) -> None:
+        """`room`: the eventfd on which the writer sleeps."""
+        self._name = name
+        self._readers: dict[int, Arrival] = {}  # by place in the ring
+        self._by_fd: dict[int, Arrival] = {}
+        self._ring = ShmRingBuffer.create(n_readers, capacity)
+        self._doorbells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(n_readers)]
+        self.writer = RingWriter(self._ring, self._doorbells)
+        self._reception = Reception(self._ring, self._doorbells, room, token, roster)
+        self.address = self._reception.address
+        self.news = self._reception.news
+
+    def condition(self, sleeper: Sleeper, policy: WaitPolicy, clock: Clock) -> SpinCondition:
+        """The writer's way to wait for room."""
+        return SpinCondition(
+            self._ring.words,
+            sleeper,
+            policy,
+            park=self.writer.park,
+            unpark=self.writer.unpark,
+            crowded=_crowded(self._ring),
+            clock=clock,
+        )
+
+    def ranks(self) -> set[int]:
+        return {reader.rank for reader in self._readers.values()}
+
+    def admit(self, sleeper: Sleeper) -> None:
+        """`news` is readable: take over who has attached, and watch them."""
+        os.eventfd_read(self.news)
+        while self._reception.arrivals:
+            arrival = self._reception.arrivals.popleft()
+            self._readers[arrival.index] = arrival
+            for fd in (arrival.connection.fileno(), arrival.pidfd):
+                self._by_fd[fd] = arrival
+                sleeper.watch(fd)
+
+    def obituary(self, fd: int) -> ReaderDied:
+        """The error for a reader's descriptor that hung up."""
+        reader = self._by_fd[fd]
+        return ReaderDied(self._name, reader.rank, reader.pid, closed=self.writer.has_left(reader.index))
+
+    def who(self, index: int) -> tuple[int, int] | None:
+        """(rank, pid) of the reader at a place in the ring; None if nobody has taken it."""
+        reader = self._readers.get(index)
+        return None if reader is None else (reader.rank, reader.pid)
+
+    def finish(self) -> None:
+        """Tell the readers that nothing will follow, and let nobody in any more."""
+        self.writer.finish()
+        self._reception.close()
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        for fd in self._doorbells:
+            os.close(fd)
+        self._ring.close()
+
+
+def pieces(parts: Sequence[Buffer], nbytes: int, piece_bytes: int) -> Iterator[tuple[int, list[Buffer], int]]:
+    """A message larger than the ring as records (kind, parts, bytes), for readers to put together again."""
+    kind = FIRST
+    piece: list[Buffer] = [nbytes.to_bytes(8, "little")]
+    room = piece_bytes - 8
+    left = nbytes
+    for part in parts:
+        view = memoryview(part).cast("B")  # type: ignore[arg-type]
+        while view.nbytes:
+            head, view = view[:room], view[room:]
+            piece.append(head)
+            room -= head.nbytes
+            left -= head.nbytes
+            if room == 0 or left == 0:
+                yield (LAST if left == 0 else kind), piece, sum(map(nbytes_of, piece))
+                kind, piece, room = MORE, [], piece_bytes
 
 
 class LocalReader(MessageQueue):
@@ -53,7 +146,7 @@ class LocalReader(MessageQueue):
             wait,
             park=self._reader.park,
             unpark=self._reader.unpark,
-            crowded=there.ring.n_readers + 1 > (os.cpu_count() or 1),
+            crowded=_crowded(there.ring),
             clock=clock,
         )
 
@@ -127,3 +220,7 @@ class LocalReader(MessageQueue):
             raise Cancelled(self.name)
         if self._message.is_held:
             raise TransportError(f"the previous message of queue {self.name!r} has not been released")
+
+
+def _crowded(ring: ShmRingBuffer) -> bool:
+    return ring.n_readers + 1 > (os.cpu_count() or 1)
