@@ -160,6 +160,7 @@ class Answers:
             data = self._group.receive(rank, max(deadline - self.clock.monotonic(), 0.0))
             try:
                 seq, answer = _read(data)
+                self._group.answered[rank] = seq
                 if seq < future.seq:
                     continue  # late
                 if seq > future.seq:

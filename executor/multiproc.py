@@ -32,11 +32,9 @@ class MultiprocExecutor(Executor):
         self._failure: ExecutorError | None = None
 
     def initialize(self) -> EngineCapacity:
-        group = RankGroup(self.config, self._on_failure, self._clock)
-        capacity = group.start()
-        self._group = group
-        self._answers = Answers(group, self._clock)
-        return capacity
+        self._group = RankGroup(self.config, self._on_failure, self._clock)
+        self._answers = Answers(self._group, self._clock)
+        return self._group.start()
 
     @property
     def pids(self) -> list[int]:

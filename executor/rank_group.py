@@ -71,6 +71,7 @@ class RankGroup:
         self._sending = threading.Lock()  # held while waiting, as is the next; nothing else is
         self._receiving = threading.Lock()
         self._sent: deque[Sent] = deque()
+        self.answered = [0] * self.world_size  # by rank, the last message whose answer was taken in
         self._sent_lock = threading.Lock()
         self._warned: set[tuple[int, int]] = set()  # rank, seq
         self._failure: ExecutorError | None = None
@@ -264,7 +265,8 @@ class RankGroup:
 
     def _busy_with(self, rank: int) -> Sent | None:
         """The first message that the rank has not done."""
-        done = self._progress.done(rank)
+        # A rank answers first and then notes that it has: when it dies in between, the answer counts.
+        done = max(self._progress.done(rank), self.answered[rank])
         with self._sent_lock:
             return next((sent for sent in self._sent if sent.seq > done), None)
 

@@ -20,7 +20,7 @@ from executor.control import Failure, FromRank, RankHungUp, control_pair, receiv
 STACK_SIGNAL = signal.SIGRTMIN + 7
 
 _SETTLE_S = 0.02
-_ENDING_S = 0.5
+_ENDING_S = 5.0  # an interpreter takes a while to take itself down
 _STACK_WAIT_S = 0.5
 _STACK_BYTES = 32 << 10
 _STATES = {

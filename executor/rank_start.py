@@ -129,12 +129,12 @@ class GroupStart:
         now = self._clock.monotonic()
         for rank, starting in enumerate(self._ranks):
             age = now - starting.since_s
-            if starting.waits or starting.ready is not None or age < self._config.warn_after_s:
+            if starting.waits or starting.ready is not None:
                 continue
             if age >= self._config.start_timeout_s:
                 stack = starting.process.dump_stack() if starting.phase != "spawn" else ""
                 raise self._failed(rank, f"not done after {age:.3g} s", stack=stack)
-            if starting.warned != starting.phase:
+            if age >= self._config.warn_after_s and starting.warned != starting.phase:
                 starting.warned = starting.phase
                 logger.warning(
                     "waiting for rank %d (pid %d): %.1f s in start phase '%s', limit %.1f s",
