@@ -67,7 +67,7 @@ class SimulationReport(Report, kw_only=True):
 
 # Names of the quantities in `Metrics.timeline`; first states, then events.
 STATES = ("running", "waiting", "kv_usage")
-EVENTS = ("output_tokens", "first_tokens", "prompt_tokens", "ttft_s")  # prompts count at their first token
+EVENTS = ("prompt_tokens", "output_tokens", "first_tokens", "ttft_s")  # prompt tokens: computed ones
 
 
 @dataclass(slots=True)
@@ -101,12 +101,12 @@ class Metrics:
         self._ttft_s.append(ttft_s)
         self.hit_tokens += request.num_cached_tokens
         self.admitted_tokens += request.num_prompt_tokens
-        self.timeline.count(now_s, (1, request.num_prompt_tokens, ttft_s), first=len(STATES) + 1)
+        self.timeline.count(now_s, (1, ttft_s), first=len(STATES) + 2)
 
-    def tokens(self, now_s: float, count: int) -> None:
-        """`count` output tokens came."""
-        self.output_tokens += count
-        self.timeline.count(now_s, (count,), first=len(STATES))
+    def tokens(self, now_s: float, computed: int, output: int) -> None:
+        """Prompt tokens were computed, and output tokens came."""
+        self.output_tokens += output
+        self.timeline.count(now_s, (computed, output), first=len(STATES))
 
     def gaps(self, seconds: float, count: int) -> None:
         """`count` tokens came `seconds` after the token before them."""
@@ -206,11 +206,12 @@ def weighted_percentiles(seconds: array[float], counts: array[int]) -> Percentil
     order = np.argsort(values, kind="stable")
     values = values[order]
     ends = np.cumsum(np.frombuffer(counts, np.int64)[order])  # value i is at the ranks below ends[i]
+    last = int(ends[-1]) - 1
     quantiles = []
     for share in (0.5, 0.9, 0.99):
-        rank = share * (int(ends[-1]) - 1)
-        low, high = (values[np.searchsorted(ends, np.floor(rank) + step, side="right")] for step in (0, 1))
-        quantiles.append(round(float(low + (high - low) * (rank - np.floor(rank))) * 1e3, 3))
+        rank = int(share * last)
+        low, high = values[np.searchsorted(ends, [rank, min(rank + 1, last)], side="right")]
+        quantiles.append(round(float(low + (high - low) * (share * last - rank)) * 1e3, 3))
     return Percentiles(*quantiles)
 
 

@@ -39,6 +39,7 @@ class SimulatedWorkers(Executor):
         super().__init__(config)
         self.num_steps = 0
         self.busy_s = 0.0
+        self._prefill_tokens = 0
         self._capacity = capacity
         self._latency = latency
         self._clock = clock
@@ -56,13 +57,20 @@ class SimulatedWorkers(Executor):
         samples = step.num_computed_tokens + step.num_scheduled_tokens == known
         self._known[slots] = known + samples
 
-        duration_s = self._latency(StepShape.of(step))
+        shape = StepShape.of(step)
+        self._prefill_tokens += shape.prefill_tokens
+        duration_s = self._latency(shape)
         self._free_s = max(self._free_s, self._clock.monotonic()) + duration_s
         self.num_steps += 1
         self.busy_s += duration_s
         tokens = np.zeros((len(slots), 1), np.int32)
         output = ModelRunnerOutput(step.step_id, tokens, samples.astype(np.int32))
         return _Answer(self._clock, self._free_s, output)
+
+    def take_prefill_tokens(self) -> int:
+        """Prompt tokens sent to be computed since the last call."""
+        count, self._prefill_tokens = self._prefill_tokens, 0
+        return count
 
     def _submit_call(
         self,

@@ -110,8 +110,11 @@ class SimulatedEngine:
         else:
             self._idle_steps = 0
         self._account(running, waiting)
+        num_outputs = 0
         if outputs is not None:
             self._take_in(outputs)
+            num_outputs = len(outputs.requests) + len(outputs.outputs)
+        self._metrics.tokens(self.clock.monotonic(), self.workers.take_prefill_tokens(), num_outputs)
 
     def _account(self, running: int, waiting: int) -> None:
         """Book the time since the last step."""
@@ -146,7 +149,6 @@ class SimulatedEngine:
                 self._on_result(self._metrics.ended(request, self.index, str(output.finish_reason)))
         for last_s, count in tokens_since.items():
             self._metrics.gaps(now_s - last_s, count)
-        self._metrics.tokens(now_s, len(outputs.requests) + len(outputs.outputs))
 
     def give_up(self) -> None:
         """No further request comes: what is left never runs."""

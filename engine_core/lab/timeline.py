@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-MOST_BUCKETS = 1024
+MOST_BUCKETS = 256
 
 
 class Timeline:

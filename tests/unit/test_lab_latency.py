@@ -61,7 +61,9 @@ def test_a_callable_is_a_model_and_must_return_seconds() -> None:
 
 def _table(**changes: object) -> LatencyTable:
     axes = {"prefill_tokens": [0, 10, 100], "decode_seqs": [0, 4], "context": [0, 100]}
-    times = [[[p + 10 * d + 0.01 * c for c in axes["context"]] for d in axes["decode_seqs"]] for p in (0, 10, 100)]
+    times = [
+        [[p + 10 * d + 0.01 * c for c in axes["context"]] for d in axes["decode_seqs"]] for p in (0, 10, 100)
+    ]
     table = LatencyTable(format=TABLE_FORMAT, worker_cls="w", model="m", step_s=times, **axes)
     return msgspec.structs.replace(table, **changes)
 

@@ -73,7 +73,8 @@ def test_lengths_follow_their_distribution() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-5", "uniform:5", "uniform:9:3", "zipf:3", "lognormal:a:1", "nan", "1:2", "uniform:1:inf"]
+    "text",
+    ["", "0", "-5", "uniform:5", "uniform:9:3", "zipf:3", "lognormal:a:1", "nan", "1:2", "uniform:1:inf"],
 )
 def test_a_distribution_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(LoadError):
