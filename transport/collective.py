@@ -174,21 +174,24 @@ class Collective:
 
         All have the same shape and type. Raises as `all_reduce` does.
         """
-        if self.world_size == 1:
-            return array.copy()
         *leading, columns = array.shape
+        result: Array = np.empty((*leading, self.world_size * columns), array.dtype)
+        if not array.size:
+            return result
+        if self.world_size == 1:
+            result[...] = array
+            return result
         lines = array.reshape(-1, columns)
-        result = np.empty((len(lines), self.world_size, columns), array.dtype)
+        by_rank = result.reshape(len(lines), self.world_size, columns)
         step = self._chunk_bytes // array.itemsize
-        high, wide = max(1, step // max(columns, 1)), min(step, columns)
+        high, wide = max(1, step // columns), min(step, columns)
         for top in range(0, len(lines), high):
             for left in range(0, columns, wide):
                 part = lines[top : top + high, left : left + wide]
                 buffers = self._exchange(_GATHER, array, top * columns + left, part)
                 for r, buffer in enumerate(buffers):
-                    result[top : top + high, r, left : left + wide] = buffer
-        gathered: Array = result.reshape(*leading, self.world_size * columns)
-        return gathered
+                    by_rank[top : top + high, r, left : left + wide] = buffer
+        return result
 
     def cancel(self) -> None:
         """From any thread: a call that waits raises Cancelled, and so does every later one."""
