@@ -9,6 +9,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+_LONGEST_TEXT = 2000
+
 
 class ExecutorError(Exception):
     """Base of everything an executor raises about its ranks."""
@@ -119,8 +121,10 @@ class ExecutorClosed(ExecutorError):
 
 
 def described(error: BaseException) -> str:
-    """`ValueError: what it says`."""
+    """`ValueError: what it says`, of bounded length."""
     text = str(error)
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[:_LONGEST_TEXT]} ... ({len(text)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -91,8 +91,8 @@ class RankGroup:
     def start(self) -> EngineCapacity:
         """Raises `WorkerStartFailed`; nothing is left then. Each phase has its deadline, so this wait needs
         none."""
-        self._thread.start()
         try:
+            self._thread.start()
             return self._started.result()
         except BaseException:
             self.stop(graceful=False)

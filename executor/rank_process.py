@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,9 @@ _STATES = {
     "Z": "Z (ended)",
 }
 
+# The current directory must not shadow modules in the ranks if it does not in the engine.
+_SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
+
 
 class RankProcess:
     """Starts `python -m executor.worker_proc` in a session of its own.
@@ -46,16 +50,14 @@ class RankProcess:
         death_reader, self._death_writer = os.pipe()
         self._stack_fd = os.memfd_create(f"stack-{rank}", os.MFD_CLOEXEC)
         fds = (theirs.fileno(), death_reader, progress_fd, self._stack_fd)
-        root = str(Path(__file__).resolve().parent.parent)
-        search = os.environ.get("PYTHONPATH")
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "executor.worker_proc", str(rank), *map(str, fds)],
+                [sys.executable, *_SAFE_PATH, "-m", "executor.worker_proc", str(rank), *map(str, fds)],
                 stdin=subprocess.DEVNULL,
                 stderr=stderr_fd,
                 pass_fds=fds,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{search}" if search else root},
+                env=_environment(),
             )
         except BaseException:
             self.control.close()
@@ -136,6 +138,14 @@ class RankProcess:
         os.close(self._death_writer)
         os.close(self._stack_fd)
         os.close(self.pidfd)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this package to be found where it was found here."""
+    root = str(Path(__file__).resolve().parent.parent)
+    if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return dict(os.environ)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
 
 def first_cause(

@@ -61,10 +61,7 @@ class GroupStart:
             ready = poller.poll(tick_ms)
             if any(fd == stop_event for fd, _ in ready):
                 return None
-            cause = first_cause(self._processes, self._take_packets)
-            if cause is not None:
-                process, report = cause
-                raise self._failed(process.rank, report.message if report else "", process.exit_code())
+            self._raise_first_cause()
             if capacity is None and all(rank.capacity for rank in self._ranks):
                 capacity = self._agree()
             if capacity is not None and all(rank.ready for rank in self._ranks):
@@ -85,8 +82,15 @@ class GroupStart:
             except TransportError as error:
                 for queue in queues:
                     queue.close()
+                self._raise_first_cause()
                 raise self._failed(rank, str(error)) from error
         return queues
+
+    def _raise_first_cause(self) -> None:
+        cause = first_cause(self._processes, self._take_packets)
+        if cause is not None:
+            process, report = cause
+            raise self._failed(process.rank, report.message if report else "", process.exit_code())
 
     def _take_packets(self) -> dict[int, Failure]:
         failures = {}
