@@ -137,8 +137,9 @@ def draw(logits: Float32s, min_p: Float32s, uniform: Float64s) -> Int64s:
 def draw_filtered(
     logits: Float32s, min_p: Float32s, top_k: Int32s, top_p: Float32s, uniform: Float64s
 ) -> Int64s:
-    """As `draw`, within the `top_k` most likely (0: all; equals of the k-th stay), and within the smallest set
-    of these whose probability reaches `top_p` (1: all). All (n,)."""
+    """As `draw`, from the `top_k` most likely (0: all; equals of the k-th stay), and of these from the fewest
+    whose probability reaches `top_p` (1: all). All (n,).
+    """
     vocab = logits.shape[1]
     drawn = np.full(len(logits), -1, np.int64)
     limit = np.where(top_k > 0, np.minimum(top_k, vocab), vocab)
