@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import vllm_rs
 from tests.leaks import LeakCheck
 
 # Socket files get long names below TMPDIR, and the kernel allows 107 bytes.
@@ -58,3 +59,17 @@ def run_cli() -> RunCli:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **kwargs)  # type: ignore[call-overload, no-any-return]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> vllm_rs.Model:
+    """A model directory for vLLM's front end, which is there too: else the test is skipped, and fails in
+    CI.
+    """
+    try:
+        vllm_rs.binary()
+    except vllm_rs.Unavailable as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    return vllm_rs.make_model(tmp_path_factory.mktemp("model") / "tiny")

@@ -65,8 +65,16 @@ class LeakCheck:
         return lines
 
     def _files(self) -> list[str]:
-        """Anything but directories; those of a run may stay empty until the next one sweeps them."""
-        return [f"file {path}" for path in self.tmp.rglob("*") if not path.is_dir()]
+        """Files and sockets but not the directories' locks: those of a killed process go with the next
+        sweep.
+        """
+        locks = {".lock", ".alive"}
+        theirs = "vllm-rs-"  # the Rust front end's own sockets
+        return [
+            f"file {path}"
+            for path in self.tmp.rglob("*")
+            if not path.is_dir() and path.name not in locks and not path.name.startswith(theirs)
+        ]
 
     def _shared_memory(self) -> list[str]:
         return [f"shared memory /dev/shm/{name}" for name in sorted(_shm_names() - self._shm_before)]

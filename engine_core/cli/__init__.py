@@ -16,12 +16,15 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from engine_core.cli.parser import Parser, say
+from engine_core.cli.messages import describe, say
+from engine_core.cli.parser import Parser
+from engine_core.logs import configure
 
 COMMANDS = {
     "serve": "run an engine for a vLLM front end or for clients that connect",
     "generate": "token ids in, token ids out",
     "replay": "send recorded traffic and report how it was served",
+    "simulate": "serve recorded or generated traffic in virtual time",
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -45,7 +48,7 @@ def run_command(
     run: Callable[[Parser, argparse.Namespace], int], parser: Parser, args: argparse.Namespace
 ) -> int:
     """Runs a command with logging set up; what it raises becomes one line and an exit status."""
-    setup_logging(args.log_level)
+    configure(args.log_level)
     try:
         status = run(parser, args)
         sys.stdout.flush()
@@ -63,31 +66,14 @@ def run_command(
         return 1
 
 
-def describe(error: BaseException) -> str:
-    """An exception as one line."""
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    text = " ".join(str(error).split())
-    return text or type(error).__name__
-
-
 def add_log_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Logging")
-    group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe message to log")
+    group.add_argument(
+        "--log-level", type=str.lower, choices=LOG_LEVELS, default="info", help="least severe message to log"
+    )
     group.add_argument(
         "--debug", dest="log_level", action="store_const", const="debug", help="same as --log-level debug"
     )
-
-
-def setup_logging(level: str) -> None:
-    """Logs of our packages to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname).1s %(asctime)s %(process)d %(name)s: %(message)s"))
-    for name in ("engine_core", "executor", "transport"):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.setLevel(level.upper())
-        logger.propagate = False
 
 
 def _top_level() -> Parser:

@@ -72,10 +72,15 @@ def _add(section: argparse._ArgumentGroup, name: str, type_: Any, help_: str, de
             section.add_argument(*names, choices=choices, **kwargs)
         else:
             parsers: dict[Any, Callable[[str], Any]] = {int: integer, float: float}
-            parse = parsers.get(type_, str)
+            parse = _model_len if name == "max_model_len" else parsers.get(type_, str)
             section.add_argument(
                 *names, type=parse, metavar="N" if type_ in (int, float) else "NAME", **kwargs
             )
+
+
+def _model_len(text: str) -> int | None:
+    """vLLM's "auto" and -1: as long as the model allows."""
+    return None if text in ("auto", "-1") else integer(text)
 
 
 def _plain(type_: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from typing import Any, NoReturn
 
 _SUFFIXES = {
@@ -84,8 +83,3 @@ def key_value(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
-
-
-def say(text: str) -> None:
-    """One line on stderr, for people."""
-    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,17 @@
+"""What the command line says to people: one line each, on stderr."""
+
+from __future__ import annotations
+
+import sys
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
