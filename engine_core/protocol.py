@@ -292,3 +292,7 @@ class ReadyResponse(msgspec.Struct, kw_only=True, gc=False):
     coord_store_port: int = 0
     coordinator_input_address: str | None = None
     coordinator_output_address: str | None = None
+
+    # Of our own; vLLM's front ends pass over what they do not know.
+    vocab_size: int | None = None
+    worker_cls: str | None = None
