@@ -1,0 +1,386 @@
+"""The engine as a process: EngineCore with sockets, signals and a lobby around it.
+
+One thread does the work: it takes in what clients sent, runs a step, and sends what the step yielded. ZMQ has
+threads of its own for the actual I/O; Python threads for input and output would only add hand-overs under the
+interpreter's lock between the socket and the step (docs/protocol.md has the measurement). The lobby's thread
+sleeps unless a client comes or goes. An idle engine waits in one poll without a timeout.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import zmq
+
+from engine_core.config import EngineConfig
+from engine_core.core import EngineCore
+from engine_core.dispatch import Dispatcher
+from engine_core.handshake import FrontEnd, FrontEndDialog, check_addresses
+from engine_core.lobby import ClientJoined, ClientLeft, Event, Lobby, StopAsked
+from engine_core.protocol import EngineAddresses, ReadyResponse
+from engine_core.sockets import ClientSockets, Context, CoordinatorSockets, Socket, connect_front_end
+from engine_core.stopping import StopNow, StopSignals
+from executor.base import make_executor
+from executor.errors import ExecutorError
+from transport.clock import SYSTEM_CLOCK, Clock
+
+logger = logging.getLogger("engine_core")
+
+COORDINATOR_TIMEOUT_S = 600.0  # until all engines of a deployment have come
+MAX_MESSAGES_PER_TURN = 256  # of one client, before the next step
+TEARDOWN_GRACE_S = 5.0  # beyond what the workers are given
+GC_THRESHOLD = 50_000  # new objects; a step leaves few that live, so rarely is often enough
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What an engine that serves tells whoever runs it."""
+
+    ready: ReadyResponse
+    lobby: str | None
+
+
+class Inbox:
+    """Wakes the step loop from other threads and from signal handlers."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._events: queue.SimpleQueue[Event | ExecutorError] = queue.SimpleQueue()
+
+    def put(self, event: Event | ExecutorError) -> None:
+        self._events.put(event)
+        self.wake()
+
+    def wake(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def take(self) -> list[Event | ExecutorError]:
+        os.eventfd_read(self.fd)
+        events = []
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        return events
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class EngineCoreProc:
+    """The step loop and its clients. All of it belongs to the main thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        core: EngineCore,
+        dispatcher: Dispatcher,
+        inbox: Inbox,
+        signals: StopSignals,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._config = config
+        self._core = core
+        self._dispatcher = dispatcher
+        self._inbox = inbox
+        self._signals = signals
+        self._clock = clock
+        self._coordinator: CoordinatorSockets | None = None
+        self._clients: dict[int, ClientSockets] = {}
+        self._by_input: dict[Socket, ClientSockets] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(inbox.fd, zmq.POLLIN)
+        self._unread: deque[tuple[ClientSockets, list[bytes]]] = deque()
+        self._published_counts = (0, 0)
+        self._stop_reason: str | None = None
+        self._drain_until = 0.0  # monotonic, once there is a reason to stop
+
+    def add_client(self, client: ClientSockets) -> None:
+        self._clients[client.client_index] = client
+        self._by_input[client.input] = client
+        self._poller.register(client.input, zmq.POLLIN)
+
+    def set_coordinator(self, coordinator: CoordinatorSockets) -> None:
+        self._coordinator = coordinator
+        self._poller.register(coordinator.input, zmq.POLLIN)
+
+    def run(self) -> str:
+        """Serve until told to stop; returns why. Errors of the executor come out."""
+        core, dispatcher = self._core, self._dispatcher
+        while not self._is_done():
+            self._receive(block=not core.has_work and not self._unread)
+            self._dispatch()
+            if self._coordinator is not None:
+                self._publish_counts(self._coordinator)
+            if core.has_work:
+                dispatcher.step()
+            self._send()
+        dispatcher.control.abort_all()
+        self._send()
+        return self._stop_reason or ""
+
+    def take_aborts(self) -> list[str]:
+        """Ids to abort, from messages that came while a step ran."""
+        self._receive(block=False)
+        aborted_ids = self._dispatcher.aborted_ids
+        return [request_id for _, frames in self._unread for request_id in aborted_ids(frames)]
+
+    def announce_death(self) -> None:
+        """The last message on every output after a crash."""
+        for client in self._clients.values():
+            client.send_dead()
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    # Input
+
+    def _receive(self, block: bool) -> None:
+        for source, _ in self._poller.poll(None if block else 0):
+            if source == self._inbox.fd:
+                self._take_events()
+            elif source in self._by_input:
+                self._read(self._by_input[source])
+            elif self._coordinator is not None:
+                self._coordinator.discard_input()
+
+    def _read(self, client: ClientSockets) -> None:
+        read = client.input.recv_multipart
+        try:
+            for _ in range(MAX_MESSAGES_PER_TURN):
+                self._unread.append((client, read(zmq.NOBLOCK)))
+        except zmq.Again:
+            pass
+
+    def _dispatch(self) -> None:
+        unread, receive = self._unread, self._dispatcher.receive
+        while unread:
+            client, frames = unread.popleft()
+            receive(client.client_index, client.group, frames)
+
+    def _take_events(self) -> None:
+        events = self._inbox.take()
+        if self._signals.signum is not None:
+            self._begin_stop("a signal")
+        for event in events:
+            if isinstance(event, ClientJoined):
+                self.add_client(event.client)
+                logger.info("%s joined", event.client.name)
+            elif isinstance(event, ClientLeft):
+                self._remove_client(event.client_index)
+            elif isinstance(event, StopAsked):
+                self._begin_stop(event.reason)
+            else:
+                raise event
+
+    def _remove_client(self, client_index: int) -> None:
+        client = self._clients.pop(client_index)
+        del self._by_input[client.input]
+        self._poller.unregister(client.input)
+        self._unread = deque(item for item in self._unread if item[0] is not client)
+        client.close(linger_ms=0)
+        aborted = self._dispatcher.abort_client(client_index)
+        logger.info("%s left; %d of its requests were aborted", client.name, aborted)
+
+    # Output
+
+    def _send(self) -> None:
+        outbox, clients = self._dispatcher.outbox, self._clients
+        for client_index, frames in outbox:
+            client = clients.get(client_index)
+            if client is not None:
+                client.send(frames)
+        outbox.clear()
+
+    def _publish_counts(self, coordinator: CoordinatorSockets) -> None:
+        """The coordinator balances load by them."""
+        counts = self._dispatcher.counts()
+        if counts != self._published_counts:
+            self._published_counts = counts
+            coordinator.output.send_multipart(self._dispatcher.encode_counts(), zmq.NOBLOCK)
+
+    # Stopping
+
+    def _begin_stop(self, reason: str) -> None:
+        if self._stop_reason is not None:
+            return
+        self._stop_reason = reason
+        self._dispatcher.closing = True
+        limit_s = self._config.shutdown_timeout
+        logger.info("stopping (%s), %s", reason, f"within {limit_s:g} s" if limit_s else "at once")
+        self._drain_until = self._clock.monotonic() + limit_s
+        self._signals.force_after(limit_s + self._config.stop_grace_s + TEARDOWN_GRACE_S)
+
+    def _is_done(self) -> bool:
+        """Whether to stop now: requests have ended, or their time is up."""
+        if self._stop_reason is None:
+            return False
+        return not self._core.has_work or self._clock.monotonic() >= self._drain_until
+
+
+def run_engine(
+    config: EngineConfig,
+    *,
+    front_end: FrontEnd | None = None,
+    lobby_address: str | None = None,
+    launcher: socket.socket | None = None,
+    on_serving: Callable[[Serving], None] | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> int:
+    """Run an engine in this process, in its main thread, until it is told to stop; returns the exit status.
+
+    `front_end` is a vLLM front end to dial, `lobby_address` where clients of our own can join, `launcher` the
+    stream to the process that started this one and with which it ends. `on_serving` is called once it serves.
+
+    Raises whatever kept it from starting (`ConfigError`, `HandshakeError`, `LobbyError`, `ExecutorError`) and
+    the first cause if it crashes. Clients have been told and the workers have been stopped by then.
+    """
+    signals = StopSignals()
+    with ExitStack() as stack:
+        signals.install()
+        stack.callback(signals.restore)
+        inbox = Inbox()
+        stack.callback(inbox.close)
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, StopAsked) and not signals.serving:
+                signals.interrupt()
+            else:
+                inbox.put(event)
+
+        lobby = None
+        if lobby_address is not None or launcher is not None:
+            lobby = Lobby(lobby_address, launcher, on_event, clock)
+        proc: EngineCoreProc | None = None
+        last_word, crashed = "it was stopped", False
+        try:
+            proc = _start(stack, config, front_end, lobby, inbox, signals, clock, on_serving)
+            last_word = f"it was stopped: {proc.run()}"
+        except StopNow as stop:
+            last_word = str(stop)
+        except BaseException as error:
+            last_word, crashed = first_cause(error), True
+            if proc is not None:
+                proc.announce_death()
+            raise
+        finally:
+            # Clients hear first: stopping the workers may take a while.
+            if lobby is not None:
+                lobby.close(last_word, crashed=crashed)
+            signals.force_after(config.stop_grace_s + TEARDOWN_GRACE_S)
+    return signals.exit_code(0)
+
+
+def _start(
+    stack: ExitStack,
+    config: EngineConfig,
+    front_end: FrontEnd | None,
+    lobby: Lobby | None,
+    inbox: Inbox,
+    signals: StopSignals,
+    clock: Clock,
+    on_serving: Callable[[Serving], None] | None,
+) -> EngineCoreProc:
+    """From nothing to an engine that serves."""
+    context: Context = zmq.Context()
+    stack.callback(context.destroy, linger=0)  # what is closed by then lingers as it was told
+    dialog = None
+    addresses = None
+    if front_end is not None:
+        if front_end.addresses is not None:
+            check_addresses(addresses := front_end.addresses)
+        else:
+            dialog = stack.enter_context(FrontEndDialog(context, front_end))
+            addresses = dialog.join().addresses
+
+    executor = make_executor(config.executor_config())
+    stack.callback(executor.shutdown)
+    core = EngineCore(
+        config,
+        executor,
+        clock,
+        take_aborts=lambda: proc.take_aborts(),
+        track_finished=addresses is not None and addresses.coordinator_output is not None,
+    )
+    executor.set_failure_callback(inbox.put)
+    dispatcher = Dispatcher(core, front_end.engine_index if front_end is not None else 0, clock)
+    proc = EngineCoreProc(config, core, dispatcher, inbox, signals, clock)
+    stack.callback(proc.close)
+
+    registration = make_registration(config, core, front_end, addresses)
+    num_clients = 0
+    if front_end is not None and addresses is not None:
+        clients = connect_front_end(context, addresses, front_end, registration)
+        for client in clients:
+            proc.add_client(client)
+        num_clients = len(clients)
+        if addresses.coordinator_input is not None and addresses.coordinator_output is not None:
+            coordinator = CoordinatorSockets(
+                context, addresses.coordinator_input, addresses.coordinator_output
+            )
+            proc.set_coordinator(coordinator)
+            coordinator.wait_until_ready(COORDINATOR_TIMEOUT_S)
+    if dialog is not None:
+        dialog.announce_ready()
+        dialog.close()
+
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
+    signals.serve(inbox.wake)
+    if lobby is not None:
+        lobby.open(context, registration, first_client_index=num_clients)
+    if on_serving is not None:
+        on_serving(Serving(registration, lobby.address if lobby is not None else None))
+    return proc
+
+
+def make_registration(
+    config: EngineConfig, core: EngineCore, front_end: FrontEnd | None, addresses: EngineAddresses | None
+) -> ReadyResponse:
+    """What the engine turned out to be."""
+    capacity = core.capacity
+    kv_tokens = core.scheduler.kv.max_tokens
+    max_loras = core.scheduler.limits.max_loras
+    return ReadyResponse(
+        max_model_len=capacity.max_model_len,
+        num_gpu_blocks=capacity.num_gpu_blocks,
+        block_size=config.block_size,
+        dp_stats_address=addresses.frontend_stats_publish_address if addresses is not None else None,
+        dtype=capacity.dtype,
+        vllm_version=f"engine-core {version('engine-core')}",
+        world_size=config.tensor_parallel_size,
+        tensor_parallel_size=config.tensor_parallel_size,
+        data_parallel_rank=front_end.engine_index if front_end is not None else 0,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        instance_id=secrets.token_hex(16),
+        supports_lora=max_loras > 0,
+        max_loras=max_loras,
+        kv_cache_size_tokens=kv_tokens,
+        kv_cache_max_concurrency=kv_tokens / capacity.max_model_len,
+        effective_attention_block_size=config.block_size,
+        coordinator_input_address=addresses.coordinator_input if addresses is not None else None,
+        coordinator_output_address=addresses.coordinator_output if addresses is not None else None,
+        vocab_size=capacity.vocab_size,
+        worker_cls=config.worker_cls,
+    )
+
+
+def first_cause(error: BaseException) -> str:
+    """The error in words, with its evidence."""
+    if isinstance(error, ExecutorError):
+        return error.report()
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
