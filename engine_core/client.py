@@ -1,6 +1,6 @@
 """The clients of an engine.
 
-`EngineClient` (blocking) and `AsyncEngineClient` launch an engine process or join one that runs; `InprocClient`
+`EngineClient` (blocking) and `AsyncEngineClient` launch an engine process or join a running one; `InprocClient`
 holds the engine itself.
 """
 
