@@ -87,7 +87,7 @@ class Scheduler:
         self._ended_unannounced = False  # a request ended since the last step, running or not
 
         # --prefill-schedule-interval
-        self._executed_steps = 0
+        self.num_executed_steps = 0  # those that ran something
         self._last_prefill_step = -config.prefill_schedule_interval
         self._capacity_bound = False  # the last step that admitted left admissible requests waiting
 
@@ -174,9 +174,9 @@ class Scheduler:
 
         step = self._commit(grants, admitted)
         if len(step.slots):
-            self._executed_steps += 1
+            self.num_executed_steps += 1
         if grants.prefills or admitted.prefills:
-            self._last_prefill_step = self._executed_steps
+            self._last_prefill_step = self.num_executed_steps
         return step
 
     def _rules(self) -> StepRules:
@@ -191,7 +191,7 @@ class Scheduler:
         defer = (
             config.prefill_schedule_interval > 1
             and not self._capacity_bound
-            and self._executed_steps + 1 - self._last_prefill_step < config.prefill_schedule_interval
+            and self.num_executed_steps + 1 - self._last_prefill_step < config.prefill_schedule_interval
             and not batch.columns().chunk.all()  # somebody decodes
         )
         return StepRules(
