@@ -16,6 +16,7 @@ from executor.batch_state import BatchState, Bools
 from executor.config import ExecutorConfig
 from executor.step import Int32s, ModelRunnerOutput, SchedulerOutput
 from executor.worker import ModelInfo, Worker, resolve_worker_cls
+from transport.collective import Collective
 
 
 class BadWorkerOutput(Exception):
@@ -26,7 +27,10 @@ class WorkerHost:
     """A worker of `rank`. Call `start`, `initialize_cache`, then `execute` and `call` at will, then
     `shutdown`."""
 
-    def __init__(self, config: ExecutorConfig, rank: int, world_size: int) -> None:
+    def __init__(
+        self, config: ExecutorConfig, rank: int, world_size: int, collective: Collective | None = None
+    ) -> None:
+        self._collective = collective
         self._config = config
         self._rank = rank
         self._world_size = world_size
@@ -43,6 +47,7 @@ class WorkerHost:
         worker_cls = resolve_worker_cls(self._config.worker_cls)
         enter_phase("init")
         self.worker = worker_cls(self._config, self._rank, self._world_size)
+        self.worker.collective = self._collective
         self.worker.init_device()
         enter_phase("load")
         model = self.worker.load_model()
@@ -99,11 +104,11 @@ def check_output(step: SchedulerOutput, output: ModelRunnerOutput, samples: Bool
         raise BadWorkerOutput(f"num_sampled is {_shape(counts)}, not int32 ({n},)")
     if tokens.dtype != np.int32 or counts.dtype != np.int32:
         raise BadWorkerOutput(f"the dtypes are {tokens.dtype} and {counts.dtype}, not int32")
-    if not np.array_equal(counts, samples):
+    if not (counts == samples).all():
         row = int((counts != samples).argmax())
         raise BadWorkerOutput(f"row {row} sampled {counts[row]} tokens instead of {int(samples[row])}")
     chosen: Int32s = tokens[:, 0] if samples.all() else tokens[samples, 0]
-    if len(chosen) and (int(chosen.min()) < 0 or int(chosen.max()) >= vocab_size):
+    if len(chosen) and int(chosen.view(np.uint32).max()) >= vocab_size:  # negative ones, too
         wrong = chosen[(chosen < 0) | (chosen >= vocab_size)]
         raise BadWorkerOutput(f"sampled token {wrong[0]} is not in the vocabulary of {vocab_size}")
     if output.logprobs is not None:

@@ -26,6 +26,7 @@ from executor.rank_process import RankProcess, first_cause
 from executor.rank_start import GroupStart
 from executor.stderr_capture import StderrCapture
 from transport.clock import SYSTEM_CLOCK, Clock
+from transport.collective import CollectiveSegment
 from transport.errors import Cancelled, PeerDied, QueueClosed, QueueFull
 from transport.message_queue import MessageQueue
 
@@ -66,6 +67,7 @@ class RankGroup:
         self._clock = clock
         self._stderr = StderrCapture()
         self._progress = ProgressPage(self.world_size)
+        self._collective = CollectiveSegment(self.world_size) if self.world_size > 1 else None
         self._broadcast = MessageQueue.create(n_local=self.world_size, name="steps", clock=clock)
         self._answers: list[MessageQueue] = []
         self._sending = threading.Lock()  # held while waiting, as is the next; nothing else is
@@ -170,6 +172,8 @@ class RankGroup:
                     queue.close()
             self._stderr.stop()
             self._progress.close()
+            if self._collective is not None:
+                self._collective.close()
             for process in self.ranks:
                 process.close()
             os.close(self._stop_event)
@@ -200,7 +204,8 @@ class RankGroup:
         for rank in range(self.world_size):
             reader, writer = os.pipe()
             try:
-                process = RankProcess(rank, self._progress.fd, writer)
+                collective_fds = self._collective.fds if self._collective is not None else ()
+                process = RankProcess(rank, self._progress.fd, writer, collective_fds)
             except BaseException:
                 os.close(reader)
                 raise

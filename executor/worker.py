@@ -21,6 +21,7 @@ from executor.step import LoRARequest, ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from executor.batch_state import BatchState
+    from transport.collective import Collective
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -39,6 +40,7 @@ class Worker:
         self.config = config
         self.rank = rank
         self.world_size = world_size
+        self.collective: Collective | None = None  # with several ranks there is one from `init_device` on
 
     def init_device(self) -> None:
         """Claim the device and join the other ranks."""

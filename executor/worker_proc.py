@@ -1,5 +1,5 @@
-"""The process of one rank: `python -m executor.worker_proc RANK CONTROL DEATH PROGRESS STACK`, the last four
-descriptors.
+"""The process of one rank: `python -m executor.worker_proc RANK CONTROL DEATH PROGRESS STACK [COLLECTIVE ..]`;
+all but the rank are descriptors.
 
 It takes its worker through the start phases and then serves what the executor broadcasts, until the queue is
 closed. It never outlives the executor: the kernel kills it when the executor's process, or the thread that
@@ -37,6 +37,7 @@ from executor.progress import ProgressPage
 from executor.rank_process import STACK_SIGNAL
 from executor.step_codec import STEP, decode_step, encode_output
 from transport.codec import decode
+from transport.collective import Collective
 from transport.errors import QueueClosed, WriterDied
 from transport.message_queue import MessageQueue
 from transport.processes import die_with_parent
@@ -45,7 +46,7 @@ _ATTACH_TIMEOUT_S = 30.0
 
 
 def main(argv: list[str]) -> int:
-    rank, control_fd, death_fd, progress_fd, stack_fd = map(int, argv)
+    rank, control_fd, death_fd, progress_fd, stack_fd, *collective_fds = map(int, argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which stops its ranks in order
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, stack_fd, all_threads=True)
@@ -55,7 +56,12 @@ def main(argv: list[str]) -> int:
     die_with_parent(order.parent_pid)
     sys.path.extend(path for path in order.sys_path if path not in sys.path)
 
-    host = WorkerHost(order.config, rank, order.world_size)
+    collective = None
+    if collective_fds:
+        # Longer than the executor waits for a step: it knows better which rank is to blame.
+        timeout_s = 1.5 * order.config.execute_timeout_s
+        collective = Collective(collective_fds, rank, timeout_s=timeout_s, name="ranks")
+    host = WorkerHost(order.config, rank, order.world_size, collective)
     try:
         capacity = host.start(lambda phase: send(control, EnteredPhase(phase)))
         send(control, Capacity(capacity, host.model, host.max_model_len))
@@ -75,6 +81,8 @@ def main(argv: list[str]) -> int:
     except WriterDied:
         return 1  # the kernel's signal is on its way
     host.shutdown()
+    if collective is not None:
+        collective.close()
     answers.close()
     broadcast.close()
     return 0
