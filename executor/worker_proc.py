@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m executor.worker_proc RANK CONTROL DEATH PROGRESS STACK [COLLECTIVE ..]`;
+"""The process of one rank: `python -m executor.worker_proc RANK CONTROL DEATH PROGRESS STACK [COLLECTIVE..]`;
 all but the rank are descriptors.
 
 It takes its worker through the start phases and then serves what the executor broadcasts, until the queue is
