@@ -27,7 +27,7 @@ class BatchStateError(Exception):
 
 
 class BatchState:
-    """Columns by slot; S = `max_num_seqs`. Rows of slots that are not live are left as they were.
+    """Columns by slot; S = `max_num_seqs`. What is in the rows of slots that are not live means nothing.
 
     - `request_ids`, `params`, `loras`: lists of S; None where the slot is not live
     - `live` bool (S,)
@@ -48,12 +48,18 @@ class BatchState:
         self.live = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
-        self.num_computed_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_computed_tokens = np.full(max_num_seqs, -1, np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
         self.token_ids = _sparse_zeros(max_num_seqs, max_model_len)
         self.block_table = _sparse_zeros(max_num_seqs, -(-max_model_len // block_size))
         self._flat_token_ids = self.token_ids.reshape(-1)
         self._flat_block_table = self.block_table.reshape(-1)
+        self._row_starts = np.arange(max_num_seqs, dtype=np.int64) * max_model_len
+        self._numbers = np.arange(max_num_seqs, dtype=np.int32)
+        self._scratch = np.zeros(max_num_seqs, np.int32)
+        self._step: SchedulerOutput | None = None  # applied, not yet recorded
+        self._ends: Int32s
+        self._samples: Bools
 
     def apply(self, step: SchedulerOutput) -> None:
         """Take in the deltas: slots that left, new requests, new blocks. Then `step`'s rows are ready to run.
@@ -68,33 +74,34 @@ class BatchState:
             self._add(request)
         if len(step.new_block_slots):
             self._append_blocks(step.new_block_slots, step.new_block_ids)
-        self._check_rows(step)
+        self._prepare_rows(step)
 
     def samples(self, step: SchedulerOutput) -> Bools:
-        """Which of `step`'s rows sample a token: those that compute the last of their known tokens. (n,)"""
-        ends = step.num_computed_tokens + step.num_scheduled_tokens
-        samples: Bools = ends == self.num_tokens[step.slots]
-        return samples
+        """Which of the applied `step`'s rows sample: those that compute the last of their known tokens.
+        (n,)"""
+        self._require(step)
+        return self._samples
 
     def record(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Append the sampled tokens and count the scheduled ones as computed. Called after the worker ran."""
-        slots = step.slots
-        self.num_computed_tokens[slots] = step.num_computed_tokens + step.num_scheduled_tokens
+        """Append the sampled tokens and count the scheduled ones as computed. Called once, after the worker
+        ran."""
+        self._require(step)
+        slots, counts = step.slots, output.num_sampled
         known = self.num_tokens[slots]
-        counts = output.num_sampled
-        if len(known) and int((known + counts).max()) > self.max_model_len:
-            row = int((known + counts).argmax())
-            raise BatchStateError(
-                f"{self._name(int(slots[row]))} grows beyond the model's {self.max_model_len} tokens"
-            )
-        at = slots.astype(np.int64) * self.max_model_len + known
+        total = known + counts
+        if len(slots) and int(total.max()) > self.max_model_len:
+            slot = int(slots[total.argmax()])
+            raise BatchStateError(f"{self._name(slot)} grows beyond the model's {self.max_model_len} tokens")
+        at = self._row_starts[slots] + known
         for column in range(output.sampled_token_ids.shape[1]):
             rows = counts > column
             if rows.all():
-                self._flat_token_ids[at + column] = output.sampled_token_ids[:, column]
-            elif rows.any():
+                self._flat_token_ids[at + column if column else at] = output.sampled_token_ids[:, column]
+            else:
                 self._flat_token_ids[at[rows] + column] = output.sampled_token_ids[rows, column]
-        self.num_tokens[slots] = known + counts
+        self.num_tokens[slots] = total
+        self.num_computed_tokens[slots] = self._ends
+        self._step = None
 
     # What a model's inputs are made of. All are flat over the step's tokens, row after row.
 
@@ -121,7 +128,7 @@ class BatchState:
 
     def input_ids(self, step: SchedulerOutput) -> Int32s:
         """The token id of each scheduled token. (total,)"""
-        at = self.token_slots(step).astype(np.int64) * self.max_model_len + self.positions(step)
+        at = self._row_starts[self.token_slots(step)] + self.positions(step)
         ids: Int32s = self._flat_token_ids[at]
         return ids
 
@@ -143,6 +150,7 @@ class BatchState:
             slot = int(slots[~self.live[slots]][0])
             raise BatchStateError(f"slot {slot} is {how}, but nothing runs in it")
         self.live[slots] = False
+        self.num_computed_tokens[slots] = -1
         for slot in slots.tolist():
             self.request_ids[slot] = self.params[slot] = self.loras[slot] = None
 
@@ -195,43 +203,50 @@ class BatchState:
         self.block_table[ordered, self.num_blocks[ordered] + within] = block_ids[order]
         self.num_blocks[rows] = totals
 
-    def _check_rows(self, step: SchedulerOutput) -> None:
-        slots = step.slots
-        if not len(slots):
-            return
-        self._check_slots(slots)
-        if not self.live[slots].all():
-            slot = int(slots[~self.live[slots]][0])
-            raise BatchStateError(f"slot {slot} is scheduled, but nothing runs in it")
-        differs = self.num_computed_tokens[slots] != step.num_computed_tokens
-        if differs.any():
-            row = int(differs.argmax())
-            slot = int(slots[row])
-            raise BatchStateError(
-                f"{self._name(slot)} has {self.num_computed_tokens[slot]} tokens computed, "
-                f"the step says {step.num_computed_tokens[row]}"
-            )
-        if int(step.num_scheduled_tokens.min()) < 1:
-            row = int(step.num_scheduled_tokens.argmin())
-            raise BatchStateError(f"{self._name(int(slots[row]))} is scheduled for no token")
-        ends = step.num_computed_tokens + step.num_scheduled_tokens
-        beyond = ends > self.num_tokens[slots]
-        if beyond.any():
-            row = int(beyond.argmax())
-            slot = int(slots[row])
-            raise BatchStateError(
-                f"{self._name(slot)} is to compute {ends[row]} tokens, but has only {self.num_tokens[slot]}"
-            )
-        short = self.num_blocks[slots] * self.block_size < ends
-        if short.any():
-            row = int(short.argmax())
-            slot = int(slots[row])
-            raise BatchStateError(
-                f"{self._name(slot)} has {self.num_blocks[slot]} blocks, too few for {ends[row]} tokens"
-            )
+    def _prepare_rows(self, step: SchedulerOutput) -> None:
+        """Check the rows to run, and keep what is asked for again while they run."""
+        slots, computed = step.slots, step.num_computed_tokens
+        if len(slots):
+            self._check_slots(slots)
+        ends = computed + step.num_scheduled_tokens
+        known = self.num_tokens[slots]
+        numbers = self._numbers[: len(slots)]
+        self._scratch[slots] = numbers
+        right = self.num_computed_tokens[slots] == computed
+        right &= ends > computed
+        right &= ends <= known
+        right &= ends <= self.num_blocks[slots] * self.block_size
+        right &= self._scratch[slots] == numbers
+        if not right.all():
+            raise BatchStateError(self._what_is_wrong(step, int(right.argmin())))
+        self._step = step
+        self._ends = ends
+        self._samples = ends == known
+        self._samples.flags.writeable = False
+
+    def _what_is_wrong(self, step: SchedulerOutput, row: int) -> str:
+        slot, computed = int(step.slots[row]), int(step.num_computed_tokens[row])
+        count = int(step.num_scheduled_tokens[row])
+        end = computed + count
+        if not self.live[slot]:
+            return f"slot {slot} is scheduled, but nothing runs in it"
+        name = self._name(slot)
+        if self.num_computed_tokens[slot] != computed:
+            return f"{name} has {self.num_computed_tokens[slot]} tokens computed, the step says {computed}"
+        if count < 1:
+            return f"{name} is scheduled for {count} tokens"
+        if end > self.num_tokens[slot]:
+            return f"{name} is to compute {end} tokens, but has only {self.num_tokens[slot]}"
+        if end > self.num_blocks[slot] * self.block_size:
+            return f"{name} has {self.num_blocks[slot]} blocks, too few for {end} tokens"
+        return f"{name} is scheduled twice in one step"
+
+    def _require(self, step: SchedulerOutput) -> None:
+        if step is not self._step:
+            raise BatchStateError(f"step {step.step_id} is not the one that was applied last")
 
     def _check_slots(self, slots: Int32s) -> None:
-        if int(slots.min()) < 0 or int(slots.max()) >= self.max_num_seqs:
+        if int(slots.view(np.uint32).max()) >= self.max_num_seqs:  # negative ones, too
             raise BatchStateError(f"slots {slots.min()}..{slots.max()} of a batch of {self.max_num_seqs}")
 
     def _name(self, slot: int) -> str:

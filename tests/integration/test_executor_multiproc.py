@@ -117,6 +117,12 @@ def test_ranks_have_their_own_session_and_ignore_ctrl_c(executor: MultiprocExecu
     assert executor.collective_rpc("signals_ignored") == [True, True]
 
 
+def test_the_smallest_worker_serves() -> None:
+    with running(2, worker_cls="examples.minimal_worker:MinimalWorker", options={}) as executor:
+        for row in run_steps(executor, 10).rows:
+            assert len(row.output) == 10 and max(row.output) < 512
+
+
 # Calls
 
 

@@ -123,7 +123,8 @@ def test_model_inputs_are_flat_row_after_row(batch: BatchState) -> None:
         (step_of([(1, 1, 0)]), "slot 1 is scheduled, but nothing runs in it"),
         (step_of([(0, 1, 2)]), "has 0 tokens computed, the step says 2"),
         (step_of([(0, 4, 0)]), "is to compute 4 tokens, but has only 3"),
-        (step_of([(0, 0, 0)]), "is scheduled for no token"),
+        (step_of([(0, 0, 0)]), "is scheduled for 0 tokens"),
+        (step_of([(0, 3, 0), (0, 3, 0)]), "is scheduled twice in one step"),
         (step_of([(0, 3, 0)], finished_slots=int32s([4])), "slot 4 is finished, but nothing runs in it"),
         (step_of([(0, 3, 0)], new_requests=[new(0, [1], [1])]), "is given slot 0 of request id0"),
         (step_of([(0, 3, 0)], new_requests=[new(S, [1], [1])]), f"slot {S} of {S}"),
@@ -143,6 +144,14 @@ def test_a_step_that_contradicts_the_batch_is_refused(
     batch.apply(step_of([], new_requests=[new(0, [1, 2, 3], [1])]))
     with pytest.raises(BatchStateError, match=message):
         batch.apply(step)
+
+
+def test_a_step_is_recorded_once(batch: BatchState) -> None:
+    step = step_of([(0, 1, 0)], new_requests=[new(0, [1], [1])])
+    batch.apply(step)
+    batch.record(step, output_of(step, [5], [1]))
+    with pytest.raises(BatchStateError, match="not the one that was applied last"):
+        batch.record(step, output_of(step, [5], [1]))
 
 
 def test_a_sequence_cannot_outgrow_the_model(batch: BatchState) -> None:
