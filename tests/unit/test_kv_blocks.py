@@ -1,0 +1,214 @@
+"""The block pool, the hashes that name blocks, and what shares them."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+
+from engine_core.kv_cache.block_pool import BlockPool
+from engine_core.kv_cache.hashing import BlockHasher
+from executor.step import LoRARequest
+
+TOKENS = np.arange(64, dtype=np.int32)
+
+
+class ReferencePool:
+    """The same promises with one queue: blank blocks go back to its front, named ones to its end."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.queue = deque(range(1, num_blocks))
+        self.names: dict[int, bytes] = {}
+        self.found: dict[bytes, list[int]] = {}
+        self.holders = [0] * num_blocks
+
+    def allocate(self, count: int) -> list[int]:
+        taken = [self.queue.popleft() for _ in range(count)]
+        for block in taken:
+            self.holders[block] = 1
+            if name := self.names.pop(block, None):
+                self.found[name].remove(block)
+        return taken
+
+    def name(self, blocks: list[int], names: list[bytes]) -> None:
+        for block, name in zip(blocks, names, strict=True):
+            self.names[block] = name
+            self.found.setdefault(name, []).append(block)
+
+    def find(self, names: list[bytes]) -> list[int]:
+        hits = []
+        for name in names:
+            if not self.found.get(name):
+                break
+            hits.append(self.found[name][0])
+        return hits
+
+    def hold(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if not self.holders[block]:
+                self.queue.remove(block)
+            self.holders[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        blank, named = [], []
+        for block in reversed(blocks):
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                (named if block in self.names else blank).append(block)
+        self.queue.extendleft(reversed(blank))
+        self.queue.extend(named)
+
+    def forget_all(self) -> bool:
+        if len(self.queue) != len(self.holders) - 1:
+            return False
+        self.names.clear()
+        self.found.clear()
+        return True
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_are_given_out_as_by_one_queue(seed: int) -> None:
+    rng = random.Random(seed)
+    num_blocks = rng.choice([3, 10, 40])
+    pool, reference = BlockPool(num_blocks), ReferencePool(num_blocks)
+    tables: dict[str, tuple[list[int], int]] = {}  # request: its blocks, and how many have names
+    contents = [bytes([i]) for i in range(6)]
+    for i in range(600):
+        action = rng.random()
+        if action < 0.45:
+            names = rng.sample(contents, rng.randint(0, 3))
+            hits = pool.find(names, len(names))
+            assert hits == reference.find(names)
+            free = pool.num_free - pool.num_unheld(hits)
+            count = rng.randint(0, 4)
+            if count <= free:
+                pool.hold(hits)
+                reference.hold(hits)
+                fresh = pool.allocate(count, f"r{i}")
+                assert fresh == reference.allocate(count)
+                tables[f"r{i}"] = (hits + fresh, len(hits))
+        elif action < 0.6 and tables:
+            who = rng.choice(list(tables))
+            blocks, named = tables[who]
+            if named < len(blocks):
+                names = [rng.choice(contents)]
+                pool.name(blocks[named : named + 1], names)
+                reference.name(blocks[named : named + 1], names)
+                tables[who] = (blocks, named + 1)
+        elif action < 0.98 and tables:
+            blocks, named = tables.pop(rng.choice(list(tables)))
+            pool.release(blocks, named)
+            reference.release(blocks)
+        else:
+            assert pool.forget_all() == reference.forget_all()
+        assert pool.num_free == len(reference.queue)
+        assert pool.check((who, blocks, named) for who, (blocks, named) in tables.items()) == []
+
+
+def test_the_null_block_is_never_given_out() -> None:
+    assert sorted(BlockPool(5).allocate(4, "r")) == [1, 2, 3, 4]
+
+
+def test_usage_counts_held_blocks() -> None:
+    pool = BlockPool(5)
+    assert pool.usage == 0.0
+    blocks = pool.allocate(2, "r")
+    assert pool.usage == 0.5
+    pool.name(blocks, [b"a", b"b"])
+    pool.release(blocks, 2)
+    assert pool.usage == 0.0
+
+
+def test_forgetting_is_refused_while_a_block_is_held() -> None:
+    pool = BlockPool(5)
+    blocks = pool.allocate(1, "r")
+    pool.name(blocks, [b"a"])
+    assert not pool.forget_all()
+    assert pool.find([b"a"], 1) == blocks
+    pool.release(blocks, 1)
+    assert pool.forget_all()
+    assert pool.find([b"a"], 1) == []
+
+
+class TestCheckReports:
+    def test_a_leaked_block_with_its_last_owner(self) -> None:
+        pool = BlockPool(5)
+        pool.allocate(1, "request-7")
+        assert pool.check([]) == ["block 1 leaked: neither free nor held, last owner request-7"]
+
+    def test_two_holders_of_a_block_that_nobody_may_share(self) -> None:
+        pool = BlockPool(5)
+        blocks = pool.allocate(1, "a")
+        assert pool.check([("a", blocks, 0), ("b", blocks, 0)]) == [
+            "block 1 has no name but several holders: a, b"
+        ]
+
+    def test_a_block_that_is_free_and_held(self) -> None:
+        pool = BlockPool(3)
+        blocks = pool.allocate(1, "a")
+        pool.release(blocks, 0)
+        assert pool.check([("a", blocks, 0)]) == ["block 1 is free but held by a"]
+
+    def test_a_wrong_count_of_holders(self) -> None:
+        pool = BlockPool(3)
+        blocks = pool.allocate(1, "a")
+        pool.name(blocks, [b"x"])
+        pool.hold(blocks)
+        assert pool.check([("a", blocks, 1)]) == ["block 1 counts 2 holders, but has a"]
+
+
+@pytest.mark.parametrize("algo", ["sha256", "xxhash"])
+class TestHashes:
+    def test_equal_prefixes_have_equal_names(self, algo: str) -> None:
+        hasher = BlockHasher(16, algo)
+        root = hasher.root(None, None)
+        first = hasher.chain(root, TOKENS)
+        assert len(first) == 4
+        assert hasher.chain(root, TOKENS[:40]) == first[:2]
+        assert hasher.chain(first[1], TOKENS[32:]) == first[2:]
+        assert hasher.one(first[2], TOKENS[48:].tobytes()) == first[3]
+
+    def test_a_difference_changes_all_names_behind_it(self, algo: str) -> None:
+        hasher = BlockHasher(16, algo)
+        root = hasher.root(None, None)
+        other = TOKENS.copy()
+        other[20] = 999
+        a, b = hasher.chain(root, TOKENS), hasher.chain(root, other)
+        assert a[0] == b[0]
+        assert not set(a[1:]) & set(b[1:])
+
+    def test_salts_and_adapters_share_nothing(self, algo: str) -> None:
+        hasher = BlockHasher(16, algo)
+        lora = LoRARequest("name", 1, "/path")
+        roots = [
+            hasher.root(None, None),
+            hasher.root("salt", None),
+            hasher.root("other", None),
+            hasher.root(None, lora),
+            hasher.root("salt", lora),
+            hasher.root(None, LoRARequest("name", 1, "/other")),  # the name points to another adapter now
+            hasher.root(None, LoRARequest("other", 1, "/path")),
+        ]
+        names = [name for root in roots for name in hasher.chain(root, TOKENS)]
+        assert len(set(names)) == len(names)
+
+    def test_an_adapters_number_does_not_matter(self, algo: str) -> None:
+        hasher = BlockHasher(16, algo)
+        assert hasher.root(None, LoRARequest("n", 1, "/p")) == hasher.root(None, LoRARequest("n", 2, "/p"))
+
+    def test_an_empty_salt_is_none(self, algo: str) -> None:
+        hasher = BlockHasher(16, algo)
+        assert hasher.root("", None) == hasher.root(None, None)
+
+
+def test_sha256_names_are_the_same_in_every_process() -> None:
+    assert BlockHasher(16).root(None, None) == BlockHasher(16).root(None, None)
+
+
+def test_xxhash_names_start_from_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert BlockHasher(16, "xxhash").root(None, None) != BlockHasher(16, "xxhash").root(None, None)
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert BlockHasher(16, "xxhash").root(None, None) == BlockHasher(16, "xxhash").root(None, None)
