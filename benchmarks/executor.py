@@ -11,20 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from executor.batch_state import BatchState
 from executor.config import ExecutorConfig
-from executor.mock_worker import MockWorker
 from executor.multiproc import MultiprocExecutor
 from executor.sampling_params import SamplingParams
-from executor.step import ModelRunnerOutput, NewRequest, SchedulerOutput
-
-
-class NullWorker(MockWorker):
-    """Samples token 7 for every row that samples."""
-
-    def execute_model(self, step: SchedulerOutput, batch: BatchState) -> ModelRunnerOutput:
-        tokens = np.full((len(step.slots), 1), 7, np.int32)
-        return ModelRunnerOutput(step.step_id, tokens, batch.samples(step).astype(np.int32))
+from executor.step import NewRequest, SchedulerOutput
 
 
 class DecodeSteps:
@@ -92,7 +82,7 @@ def main() -> None:
     print(f"{'':42} {'p50 us':>9} {'p99 us':>9} {'per second':>11}")
     for ranks in args.ranks:
         config = ExecutorConfig(
-            worker_cls="benchmarks.executor:NullWorker",
+            worker_cls="engine_core.bench.null_worker:NullWorker",
             tensor_parallel_size=ranks,
             distributed_executor_backend="mp",
             max_num_seqs=args.rows,
