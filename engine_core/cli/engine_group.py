@@ -30,7 +30,11 @@ def run_group(engines: Sequence[Callable[[], int]]) -> int:
             _be_engine(engine, parent)
         pids[pid] = position
 
+    asked = False
+
     def forward(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
         for pid in pids:
             os.kill(pid, signum)
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_core.errors import EngineDeadError, RequestError
+from engine_core.protocol import EngineCoreEvent, EventType
 from engine_core.replay.traces import TraceRequest
 from executor.sampling_params import SamplingParams
 from transport.clock import SYSTEM_CLOCK, Clock
@@ -26,6 +27,8 @@ class Output(Protocol):
     def finish_reason(self) -> str | None: ...
     @property
     def num_cached_tokens(self) -> int | None: ...
+    @property
+    def events(self) -> Sequence[EngineCoreEvent] | None: ...
 
 
 class Engine(Protocol):
@@ -45,6 +48,7 @@ class Record:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     arrived_s: array[float] = field(default_factory=lambda: array("d"))  # one for each token
     num_cached_tokens: int = 0
+    num_preemptions: int | None = None  # None: the engine does not report events
     finish_reason: str | None = None  # None: still running when the replay ended
     failure: str | None = None
 
@@ -146,6 +150,9 @@ class Replay:
         self.num_output_tokens += count
         if output.num_cached_tokens is not None:
             record.num_cached_tokens = output.num_cached_tokens
+        if output.events is not None:
+            preempted = sum(event.type is EventType.PREEMPTED for event in output.events)
+            record.num_preemptions = (record.num_preemptions or 0) + preempted
         if output.finish_reason is not None:
             record.finish_reason = output.finish_reason
             if not record.completed:

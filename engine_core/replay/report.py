@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -40,7 +40,7 @@ class Report(msgspec.Struct, kw_only=True):
     output_tokens: int  # received
     prefix_hit_tokens: int  # prompt tokens that the engine found in its prefix cache
     prefix_hit_tokens_unbounded: int | None  # the same for a cache that never evicts, by calculation
-    preemptions: int | None
+    preemptions: int | None  # of these requests; None: the engine does not report events
     engine_steps: int | None
     wall_s: float
     output_tokens_per_s: float
@@ -62,7 +62,6 @@ def make_report(
     vocab_size: int,
     tokens_of: TokensOf | None,
     unbounded_hits: Sequence[int] | None,
-    preemptions: int | None,
     engine_steps: int | None,
 ) -> Report:
     """Counts, checks and percentiles of the requests that were sent.
@@ -90,7 +89,7 @@ def make_report(
         prefix_hit_tokens_unbounded=None
         if unbounded_hits is None
         else sum(unbounded_hits[record.request.row] for record in records),
-        preemptions=preemptions,
+        preemptions=_sum_if_known(record.num_preemptions for record in answered),
         engine_steps=engine_steps,
         wall_s=round(wall_s, 3),
         output_tokens_per_s=round(output_tokens / wall_s, 1) if wall_s > 0 else 0.0,
@@ -99,6 +98,11 @@ def make_report(
         e2e_ms=Percentiles.of([record.arrived_s[-1] - record.sent_s for record in completed]),
         failures=failures,
     )
+
+
+def _sum_if_known(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def _mismatches(records: Sequence[Record], vocab_size: int, tokens_of: TokensOf) -> int:

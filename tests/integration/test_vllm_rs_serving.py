@@ -244,3 +244,14 @@ def test_options_of_the_front_end_are_ignored_with_one_warning(vllm_model: Model
         assert len(warnings) == 1
         assert "--enforce-eager" in warnings[0] and "--gpu-memory-utilization" in warnings[0]
         assert "max-num-seqs" not in warnings[0]
+
+
+def test_two_engines_behind_one_front_end(vllm_model: Model, tmp_path: Path) -> None:
+    with vllm_rs.serve_managed(vllm_model, tmp_path, ["--data-parallel-size", "2"]) as server:
+        for first in range(8):
+            answer = server.post(
+                "/v1/completions", prompt=[first, 5], max_tokens=6, ignore_eos=True, return_token_ids=True
+            )
+            assert answer["choices"][0]["token_ids"] == _expected(server, [first, 5], 6)
+        log = server.log.read_text()
+        assert "engine 0 dials" in log and "engine 1 dials" in log

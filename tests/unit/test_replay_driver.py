@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from engine_core.errors import EngineDeadError, RequestError
+from engine_core.protocol import EngineCoreEvent, EventType
 from engine_core.replay.driver import Record, Replay
 from engine_core.replay.report import Report, make_report, table
 from engine_core.replay.traces import TraceRequest
@@ -23,6 +24,7 @@ class Delta:
     new_token_ids: list[int]
     finish_reason: str | None = None
     num_cached_tokens: int | None = None
+    events: list[EngineCoreEvent] | None = None
 
 
 @dataclass
@@ -60,7 +62,10 @@ class FakeEngine:
             for start in range(0, len(tokens), 2):
                 await asyncio.sleep(0.01 if length != self.hang else 60)
                 last = start + 2 >= len(tokens)
-                yield Delta(tokens[start : start + 2], "length" if last else None, 16 if start == 0 else None)
+                kinds = [EventType.QUEUED, EventType.SCHEDULED] if start == 0 else [EventType.PREEMPTED]
+                events = [EngineCoreEvent(kind, 0.0) for kind in kinds]
+                cached = 16 if start == 0 else None
+                yield Delta(tokens[start : start + 2], "length" if last else None, cached, events)
         except GeneratorExit:
             self.aborted += 1
             raise
@@ -80,7 +85,6 @@ def _report(replay: Replay) -> Report:
         vocab_size=VOCAB,
         tokens_of=lambda prompt, n: mock_tokens(prompt, n, VOCAB),
         unbounded_hits=[0] * len(replay.requests),
-        preemptions=0,
         engine_steps=9,
     )
 
@@ -91,7 +95,7 @@ async def test_every_request_is_served_checked_and_counted() -> None:
     report = _report(replay)
     assert report.ok and (report.requests, report.completed, report.failed, report.unfinished) == (3, 3, 0, 0)
     assert (report.prompt_tokens, report.output_tokens, report.mismatched_tokens) == (120, 15, 0)
-    assert report.prefix_hit_tokens == 48 and report.failures == {}
+    assert (report.prefix_hit_tokens, report.preemptions, report.failures) == (48, 6, {})
     assert report.ttft_ms.p50 is not None and report.e2e_ms.p50 is not None
     assert report.ttft_ms.p50 < report.e2e_ms.p50
     assert "mismatched tokens" in table(report) and "prompt tokens" in table(report)
@@ -162,7 +166,6 @@ def test_a_report_of_nothing_has_no_latencies() -> None:
         vocab_size=VOCAB,
         tokens_of=None,
         unbounded_hits=None,
-        preemptions=None,
         engine_steps=None,
     )
     assert report.unfinished == 4 and report.mismatched_tokens is None and report.ttft_ms.p99 is None
@@ -173,8 +176,20 @@ def test_gaps_between_tokens_are_of_one_request_each() -> None:
     from array import array
 
     records = [
-        Record(TraceRequest(0, 0.0, 1, 2), 0.0, array("i", [1, 2]), array("d", [1.0, 1.5]), 0, "length"),
-        Record(TraceRequest(1, 0.0, 1, 2), 0.0, array("i", [1, 2]), array("d", [9.0, 9.5]), 0, "length"),
+        Record(
+            TraceRequest(0, 0.0, 1, 2),
+            0.0,
+            array("i", [1, 2]),
+            array("d", [1.0, 1.5]),
+            finish_reason="length",
+        ),
+        Record(
+            TraceRequest(1, 0.0, 1, 2),
+            0.0,
+            array("i", [1, 2]),
+            array("d", [9.0, 9.5]),
+            finish_reason="length",
+        ),
     ]
     report = make_report(
         records,
@@ -183,7 +198,6 @@ def test_gaps_between_tokens_are_of_one_request_each() -> None:
         vocab_size=VOCAB,
         tokens_of=None,
         unbounded_hits=None,
-        preemptions=0,
         engine_steps=0,
     )
     assert report.itl_ms.p99 == 500.0 and report.ttft_ms.p50 == 5000.0 and report.output_tokens_per_s == 2.0
