@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from engine_core.config import EngineConfig
+from engine_core.config import ConfigError, EngineConfig
 from engine_core.outputs import StepOutputs
 from engine_core.protocol import FinishReason
 from engine_core.request import Request
@@ -45,7 +45,11 @@ class EngineCore:
         self.config = config
         self.executor = executor
         self.capacity = executor.initialize()
-        config.validate(self.capacity.max_model_len)
+        try:
+            config.validate(self.capacity.max_model_len)
+        except ConfigError:
+            executor.shutdown()
+            raise
         self.scheduler = Scheduler(
             config,
             self.capacity.num_gpu_blocks,
