@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         del arguments[:2]
     parser = Parser(prog="engine-core-vllm serve MODEL", description=__doc__)
     add_engine_arguments(parser)
-    add_log_options(parser)
+    add_log_options(parser, "info")
     if not arguments or arguments[0] != "serve":
         parser.error(f"expected: serve MODEL [options], found {' '.join(arguments[:1]) or 'nothing'}")
     del arguments[0]

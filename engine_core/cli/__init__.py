@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"engine_core.cli.{command}")
     parser = Parser(prog=f"engine-core {command}", description=module.__doc__)
     module.add_arguments(parser)
-    add_log_options(parser)
+    add_log_options(parser, "info" if command == "serve" else "warning")
     return run_command(module.run, parser, parser.parse_args(rest))
 
 
@@ -66,10 +66,10 @@ def run_command(
         return 1
 
 
-def add_log_options(parser: argparse.ArgumentParser) -> None:
+def add_log_options(parser: argparse.ArgumentParser, default: str) -> None:
     group = parser.add_argument_group("Logging")
     group.add_argument(
-        "--log-level", type=str.lower, choices=LOG_LEVELS, default="info", help="least severe message to log"
+        "--log-level", type=str.lower, choices=LOG_LEVELS, default=default, help="least severe message to log"
     )
     group.add_argument(
         "--debug", dest="log_level", action="store_const", const="debug", help="same as --log-level debug"

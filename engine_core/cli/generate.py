@@ -85,7 +85,7 @@ async def _generate(
 ) -> int:
     status = 0
     show = _show_json if args.json else _show_ids
-    async with open_client(args.connect, config) as client:
+    async with open_client(args.connect, config, args.log_level) as client:
         # All are sent at once, and printed in their order, each as it comes when its turn has come.
         queues: list[Deltas] = [asyncio.Queue() for _ in prompts]
         receivers = [

@@ -10,8 +10,8 @@ def say(text: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An exception as one line."""
+    """An exception as one line: the first, where evidence such as a worker's last words follows."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
-    text = " ".join(str(error).split())
-    return text or type(error).__name__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

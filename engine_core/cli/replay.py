@@ -84,7 +84,7 @@ def roomy(requests: Sequence[TraceRequest], chosen: dict[str, Any]) -> dict[str,
 async def _replay(args: argparse.Namespace, requests: list[TraceRequest], config: EngineConfig) -> int:
     clock = SYSTEM_CLOCK
     begun_s = clock.monotonic()
-    async with open_client(args.connect, config) as client:
+    async with open_client(args.connect, config, args.log_level) as client:
         if args.connect is None:
             say(f"engine ready after {clock.monotonic() - begun_s:.1f} s")
         info = client.info

@@ -26,10 +26,12 @@ def add_connect_option(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_client(address: str | None, config: EngineConfig) -> AsyncIterator[AsyncEngineClient]:
-    """Connects to `address`, or launches an engine with `config`; `config` is not used with an address."""
+async def open_client(
+    address: str | None, config: EngineConfig, log_level: str
+) -> AsyncIterator[AsyncEngineClient]:
+    """Connects to `address`; without one, launches an engine with `config` that logs from `log_level` on."""
     if address is None:
-        async with AsyncEngineClient.launch(config) as client:
+        async with AsyncEngineClient.launch(config, log_level=log_level) as client:
             yield client
     else:
         async with AsyncEngineClient.connect(address) as client:
