@@ -118,10 +118,10 @@ class EngineCoreProc:
         while not self._is_done():
             self._receive(block=not core.has_work and not self._unread)
             self._dispatch()
-            if self._coordinator is not None:
-                self._publish_counts(self._coordinator)
+            self._publish_counts()
             if core.has_work:
                 dispatcher.step()
+                self._publish_counts()
             self._send()
         dispatcher.control.abort_all()
         self._send()
@@ -203,12 +203,14 @@ class EngineCoreProc:
                 client.send(frames)
         outbox.clear()
 
-    def _publish_counts(self, coordinator: CoordinatorSockets) -> None:
+    def _publish_counts(self) -> None:
         """The coordinator balances load by them."""
+        if self._coordinator is None:
+            return
         counts = self._dispatcher.counts()
         if counts != self._published_counts:
             self._published_counts = counts
-            coordinator.output.send_multipart(self._dispatcher.encode_counts(), zmq.NOBLOCK)
+            self._coordinator.output.send_multipart(self._dispatcher.encode_counts(), zmq.NOBLOCK)
 
     # Stopping
 
