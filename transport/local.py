@@ -164,6 +164,16 @@ class LocalReader(MessageQueue):
         message.view = view
         return message
 
+    def dequeue_copy(self, timeout_s: float) -> bytes:
+        if self._sleeper.cancelled or self._closed or self._message.is_held:
+            self._raise_if_unusable()
+        view = self._reader.try_read()
+        if view is None:
+            view = self._wait(timeout_s)
+        data = view.tobytes()
+        self._reader.release()
+        return data
+
     def cancel(self) -> None:
         self._sleeper.cancel()
 

@@ -218,9 +218,9 @@ class MessageQueue(ABC):
         raise self._wrong_end("writes")
 
     def dequeue_copy(self, timeout_s: float) -> bytes:
-        """The next message as bytes of its own. Raises as `dequeue` does."""
+        """The next message as bytes of its own, 8-byte aligned. Raises as `dequeue` does."""
         with self.dequeue(timeout_s) as message:
-            return bytes(message.view)
+            return message.view.tobytes()
 
     @abstractmethod
     def cancel(self) -> None:

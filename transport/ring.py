@@ -33,8 +33,9 @@ x86 keeps both orders; elsewhere a fence does.
 
 The writer wakes only who sleeps. It publishes, fences, and looks at PARKED; a reader that wants to sleep
 announces, fences, and looks at TAIL: one of the two sees the other. The writer must not clear PARKED (a fast
-reader may have parked again), so it remembers the EPOCH it rang for and rings once per sleep. A reader that
-was rung for nothing announces a new epoch.
+reader may have parked again), so it remembers the EPOCH it rang for and rings once per sleep. It also looks
+before it copies, so that waking up and copying overlap. A reader that was rung too early or for nothing and
+sleeps again announces a new epoch.
 
 When all readers are level and the ring is beyond its hot part, the writer goes back to the start, so that a
 small working set stays in the cache instead of marching through all of the memory.
@@ -144,7 +145,8 @@ class ShmRingBuffer:
 
 
 def anonymous_file(size: int, label: str) -> int:
-    """A descriptor of `size` bytes of allocated shared memory without a name; `ls /proc/PID/fd` shows `label`.
+    """A descriptor of `size` bytes of allocated shared memory without a name; `ls /proc/PID/fd` shows
+    `label`.
 
     Raises TransportError if there is not enough memory.
     """
@@ -209,6 +211,10 @@ class RingWriter:
         `nbytes` must not exceed `max_payload`. Nothing is published if a part cannot be copied.
         """
         words = self._words
+        for index in self._park_words:
+            if words[index]:
+                self._wake()  # already: a reader takes longer to wake up than this takes to publish
+                break
         tail = self._tail
         size = (nbytes + 71) & -64
         offset = tail & self._mask

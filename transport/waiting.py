@@ -99,6 +99,7 @@ class Sleeper:
 
     def __init__(self, doorbell: int | None, on_event: Callable[[int], None], *, queue: str) -> None:
         self.cancelled = False
+        self._rings = False
         self._doorbell = doorbell
         self._queue = queue
         self._on_event = on_event
@@ -122,21 +123,29 @@ class Sleeper:
     def close(self) -> None:
         os.close(self._cancel_fd)
 
-    def sleep(self, timeout_s: float) -> bool:
-        """Until a descriptor is ready, at most `timeout_s`, often less. True if the doorbell rang.
+    def sleep(self, timeout_s: float) -> None:
+        """Until a descriptor is ready, at most `timeout_s`, often less.
 
         Raises Cancelled, and whatever `on_event` raises.
         """
-        rung = False
+        self.doze(timeout_s)
+        self.silence()
+
+    def doze(self, timeout_s: float) -> bool:
+        """Like `sleep`, but True if the doorbell rang; it goes on ringing until `silence`."""
         for fd, _ in self._poller.poll(max(0.0, min(timeout_s, _MAX_SLEEP_S)) * 1000):
             if fd == self._doorbell:
-                os.eventfd_read(fd)
-                rung = True
+                self._rings = True
             elif fd == self._cancel_fd:
                 raise Cancelled(self._queue)
             else:
                 self._on_event(fd)
-        return rung
+        return self._rings
+
+    def silence(self) -> None:
+        if self._rings and self._doorbell is not None:
+            os.eventfd_read(self._doorbell)
+            self._rings = False
 
     def raise_if_cancelled(self) -> None:
         if self.cancelled:
@@ -221,20 +230,26 @@ class SpinCondition:
                 check_at = now + _CHECK_PEERS_S
 
     def _sleep(self, index: int, old: int, deadline: float) -> bool:
-        words = self._words
+        words, sleeper = self._words, self._sleeper
         self.parks += 1
+        sleeper.silence()  # the ring that ended the last sleep: on waking up, it would have cost time
         self._park()
         try:
-            while True:
-                # Announced before looking once more: either this look sees the change, or the other side sees
-                # the announcement after making it and rings. Without the fence both could miss.
-                memory_fence()
-                if words[index] != old:
-                    return True
+            # Announced before looking once more: either this look sees the change, or the other side sees the
+            # announcement after making it and rings. Without the fence both could miss.
+            memory_fence()
+            while words[index] == old:
                 left = deadline - self._monotonic()
                 if left <= 0.0:
                     return False
-                if self._sleeper.sleep(left):
+                if sleeper.doze(left) and words[index] == old:
+                    # The change is on its way: the other side may ring before it makes it.
+                    now = self._monotonic()
+                    if self._spin(index, old, min(now + self._window_s, deadline), now):
+                        return True
+                    sleeper.silence()
                     self._park()  # a ring answers one announcement; the next sleep needs a new one
+                    memory_fence()
+            return True
         finally:
             self._unpark()
