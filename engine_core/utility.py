@@ -222,6 +222,11 @@ class EngineControl:
         return self.weight_version
 
     @utility
+    def get_counters(self) -> dict[str, int]:
+        """Of the scheduler, since the start; whoever wants a rate compares two looks."""
+        return {"steps": self._core.scheduler.num_executed_steps}
+
+    @utility
     def collective_rpc(
         self,
         method: str,
