@@ -91,6 +91,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         Literal["fcfs", "priority"],
         Meta(description="order of waiting requests: arrival, or priority then arrival"),
     ] = "fcfs"
+    scheduler_cls: Annotated[
+        str, Meta(description="scheduler class of your own, as package.module:Class (docs/laboratory.md)")
+    ] = ""
     enable_chunked_prefill: Annotated[
         bool, Meta(description="compute a prompt over several steps when it exceeds the budget of one")
     ] = True
@@ -119,9 +122,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     async_scheduling: Annotated[
         bool, Meta(description="schedule the next step while the workers compute this one")
     ] = True
-    enable_lora: Annotated[
-        bool, Meta(description="serve LoRA adapters; the worker must support them")
-    ] = False
+    enable_lora: Annotated[bool, Meta(description="serve LoRA adapters; the worker must support them")] = (
+        False
+    )
     max_loras: Annotated[int, Meta(ge=1, description="LoRA adapters in one batch at most")] = 1
 
     log_stats: Annotated[bool, Meta(title="Process", description="report statistics to the front ends")] = (

@@ -16,8 +16,10 @@ from engine_core.config import ConfigError, EngineConfig
 from engine_core.outputs import StepOutputs
 from engine_core.protocol import FinishReason
 from engine_core.request import Request
+from engine_core.scheduler.observed import SchedulerObserver, observed
+from engine_core.scheduler.plug_in import scheduler_class
 from engine_core.scheduler.scheduler import Scheduler
-from executor.base import Completed, Executor, Future
+from executor.base import Completed, EngineCapacity, Executor, Future
 from executor.step import EMPTY, ModelRunnerOutput, SchedulerOutput
 from transport.clock import SYSTEM_CLOCK, Clock
 
@@ -35,13 +37,16 @@ class EngineCore:
         *,
         take_aborts: Callable[[], Iterable[str]] | None = None,
         track_finished: bool = False,
+        make_observer: Callable[[EngineCapacity], SchedulerObserver] | None = None,
     ) -> None:
         """Starts the workers. Raises `ExecutorError`, or `ConfigError` if options do not suit the model.
 
         `take_aborts` is asked for ids to abort when a step's answer is there but not taken in yet: its
         tokens are not sent then. `track_finished` has the outputs name all ended requests, for a
-        data-parallel coordinator.
+        data-parallel coordinator. `make_observer` is called once the workers' capacity is known; what it
+        returns hears of everything that the scheduler is told and decides.
         """
+        scheduler_cls = scheduler_class(config)
         self.config = config
         self.executor = executor
         self.capacity = executor.initialize()
@@ -50,7 +55,9 @@ class EngineCore:
         except ConfigError:
             executor.shutdown()
             raise
-        self.scheduler = Scheduler(
+        if make_observer is not None:
+            scheduler_cls = observed(scheduler_cls, make_observer(self.capacity))
+        self.scheduler: Scheduler = scheduler_cls(
             config,
             self.capacity.num_gpu_blocks,
             self.capacity.max_model_len,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 
 
-def import_object(name: str, error_cls: type[Exception]) -> object:
+def import_object(name: str, error_cls: Callable[[str], Exception]) -> object:
     """What `package.module:name` stands for; the current directory is searched last. Raises `error_cls`."""
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):

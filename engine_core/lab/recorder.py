@@ -1,0 +1,166 @@
+"""Records an engine's decisions without holding up its loop.
+
+The loop's thread only puts what happened on a queue, by reference; a thread of the recorder makes bytes of it
+and writes them. If that falls behind, entries are dropped and the record says how many.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from engine_core.errors import RequestError
+from engine_core.lab.record import Entry, Header, RecordWriter
+from engine_core.protocol import FinishReason
+from engine_core.request import Request
+from engine_core.scheduler.scheduler import PauseState
+from executor.step import Int32s, ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger("engine_core")
+
+MOST_PENDING = 1 << 14  # entries; two for each step
+_ENTRIES_PER_FRAME = 512
+_WRITE_EVERY_S = 0.1  # what a crash of the process costs the record
+
+
+class DecisionRecorder:
+    """A `SchedulerObserver` that writes to a file from its construction until `close`."""
+
+    def __init__(self, path: str, header: Header) -> None:
+        """Raises OSError if the file cannot be written."""
+        self._path = path
+        self._writer = RecordWriter(path, header)
+        self._pending: deque[tuple[Any, ...] | SchedulerOutput] = deque()
+        self._num_lost = 0
+        self._failed = False
+        self._compress = _StepCompressor()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write_until_closed, name="recorder", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes what is pending. Idempotent."""
+        self._closing.set()
+        self._thread.join()
+        self._writer.close()
+
+    # On the loop's thread.
+
+    def arrived(self, request: Request) -> None:
+        self._put(
+            (
+                Entry.ADD,
+                request.request_id,
+                request.prompt,
+                request.params,
+                request.client_index,
+                request.priority,
+                request.arrival_time,
+                request.cache_salt,
+                request.lora,
+            )
+        )
+
+    def refused(self, request: Request, error: RequestError) -> None:
+        self._put((Entry.REFUSED, request.request_id, error.code))
+
+    def finished(self, request_ids: list[str] | None, reason: FinishReason) -> None:
+        self._put((Entry.FINISH, request_ids, reason))
+
+    def planned(self, step: SchedulerOutput) -> None:
+        self._put(step)
+
+    def answered(self, output: ModelRunnerOutput) -> None:
+        tokens, counts = output.sampled_token_ids, output.num_sampled
+        # Bytes now: the arrays may lie in memory that the workers write again.
+        self._put((Entry.RESULT, output.step_id, len(counts), tokens.tobytes(), counts.tobytes()))
+
+    def pause_state_set(self, state: PauseState) -> None:
+        self._put((Entry.PAUSE, state))
+
+    def prefix_cache_reset(self, reset_running: bool) -> None:
+        self._put((Entry.RESET, reset_running))
+
+    def restarted(self) -> None:
+        self._put((Entry.RESTART,))
+
+    def _put(self, entry: tuple[Any, ...] | SchedulerOutput) -> None:
+        if len(self._pending) >= MOST_PENDING:
+            self._num_lost += 1
+            return
+        if self._num_lost:
+            self._pending.append((Entry.LOST, self._num_lost))
+            self._num_lost = 0
+        self._pending.append(entry)
+
+    # On the recorder's thread.
+
+    def _write_until_closed(self) -> None:
+        while not self._closing.wait(_WRITE_EVERY_S):
+            self._write_pending()
+        self._write_pending()
+
+    def _write_pending(self) -> None:
+        pending = self._pending
+        while pending:
+            count = min(len(pending), _ENTRIES_PER_FRAME)
+            frame = [self._entry(pending.popleft()) for _ in range(count)]
+            if self._failed:
+                continue
+            try:
+                self._writer.write(frame)
+            except OSError as error:
+                self._failed = True  # the engine serves on
+                logger.error("Recording to %s has stopped: %s", self._path, error.strerror)
+
+    def _entry(self, item: tuple[Any, ...] | SchedulerOutput) -> tuple[Any, ...]:
+        if isinstance(item, SchedulerOutput):
+            return self._compress.plan(item)
+        if item[0] == Entry.RESULT:
+            return self._compress.result(item)
+        if item[0] == Entry.ADD:
+            return (*item[:2], item[2].tobytes(), *item[3:])
+        return item
+
+
+class _StepCompressor:
+    """Writes a step that only goes on as less."""
+
+    def __init__(self) -> None:
+        self._slots = b""
+        self._expected: Int32s = np.empty(0, np.int32)  # computed tokens of the next step, if it goes on
+        self._ones = b""
+
+    def plan(self, step: SchedulerOutput) -> tuple[Any, ...]:
+        slots, counts = step.slots.tobytes(), step.num_scheduled_tokens.tobytes()
+        computed = step.num_computed_tokens.tobytes()
+        goes_on = (
+            slots == self._slots
+            and counts == self._some_ones(len(counts))
+            and computed == self._expected.tobytes()
+            and not (step.new_requests or len(step.finished_slots) or len(step.preempted_slots))
+        )
+        self._slots = slots
+        self._expected = step.num_computed_tokens + step.num_scheduled_tokens
+        blocks = (step.new_block_slots.tobytes(), step.new_block_ids.tobytes())
+        if goes_on:
+            return (Entry.SAME, step.step_id, *blocks)
+        new = [
+            (request.slot, request.request_id, request.num_computed_tokens, request.block_ids.tobytes())
+            for request in step.new_requests
+        ]
+        ends = (step.finished_slots.tobytes(), step.preempted_slots.tobytes())
+        return (Entry.PLAN, step.step_id, slots, counts, computed, new, *blocks, *ends)
+
+    def result(self, entry: tuple[Any, ...]) -> tuple[Any, ...]:
+        counts = entry[-1]
+        return (*entry[:-1], None if counts == self._some_ones(len(counts)) else counts)
+
+    def _some_ones(self, length_bytes: int) -> bytes:
+        if len(self._ones) != length_bytes:
+            self._ones = np.ones(length_bytes // 4, np.int32).tobytes()
+        return self._ones
