@@ -85,9 +85,12 @@ async def _replay(args: argparse.Namespace, requests: list[TraceRequest], config
     clock = SYSTEM_CLOCK
     begun_s = clock.monotonic()
     async with open_client(args.connect, config, args.log_level) as client:
-        if args.connect is None:
-            say(f"engine ready after {clock.monotonic() - begun_s:.1f} s")
         info = client.info
+        if args.connect is None:
+            say(
+                f"engine ready after {clock.monotonic() - begun_s:.1f} s: {info.world_size} worker ranks, "
+                f"{info.num_gpu_blocks:,} KV blocks of {info.block_size} tokens"
+            )
         if info.vocab_size is None:
             raise ValueError(f"the engine at {args.connect} does not say how large its vocabulary is")
         steps_before = await _steps(client)
