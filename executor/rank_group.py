@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import deque
 from concurrent.futures import Future as StartFuture
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, NamedTuple
 
 from executor.base import EngineCapacity, FailureCallback
@@ -65,10 +66,14 @@ class RankGroup:
         self._config = config
         self._on_failure = on_failure
         self._clock = clock
+        with ExitStack() as made:
+            self._progress = made.enter_context(closing(ProgressPage(self.world_size)))
+            self._collective = None
+            if self.world_size > 1:
+                self._collective = made.enter_context(closing(CollectiveSegment(self.world_size)))
+            self._broadcast = MessageQueue.create(n_local=self.world_size, name="steps", clock=clock)
+            self._shared = made.pop_all()
         self._stderr = StderrCapture()
-        self._progress = ProgressPage(self.world_size)
-        self._collective = CollectiveSegment(self.world_size) if self.world_size > 1 else None
-        self._broadcast = MessageQueue.create(n_local=self.world_size, name="steps", clock=clock)
         self._answers: list[MessageQueue] = []
         self._sending = threading.Lock()  # held while waiting, as is the next; nothing else is
         self._receiving = threading.Lock()
@@ -171,9 +176,7 @@ class RankGroup:
                 for queue in (self._broadcast, *self._answers):
                     queue.close()
             self._stderr.stop()
-            self._progress.close()
-            if self._collective is not None:
-                self._collective.close()
+            self._shared.close()
             for process in self.ranks:
                 process.close()
             os.close(self._stop_event)

@@ -47,7 +47,7 @@ def test_a_kill_while_idle_is_heard_at_once(rank: int, failures: queue.Queue[Exe
         run_steps(executor, 2)
         pid = executor.pids[rank]
         os.kill(pid, signal.SIGKILL)
-        error = failures.get(timeout=1)
+        error = failures.get(timeout=5)
         assert isinstance(error, WorkerFailed)
         assert (error.rank, error.pid, error.signal_name, error.method) == (rank, pid, "SIGKILL", None)
         assert str(error) == f"worker rank {rank} (pid {pid}) was killed by SIGKILL while idle"
@@ -73,13 +73,13 @@ def test_a_kill_in_a_step_ends_the_wait_for_it(
         started = time.monotonic()
         with pytest.raises(WorkerFailed) as caught:
             future.result()
-        assert time.monotonic() - started < 1.2
+        assert time.monotonic() - started < 4  # the step would have taken 5 s
         error = caught.value
         assert (error.rank, error.pid, error.signal_name) == (rank, pid, signum.name)
         assert (error.method, error.step_id) == ("execute_model", 1)
         with pytest.raises(WorkerFailed) as caught:
             behind.result()
-        assert caught.value is error is failures.get(timeout=1)
+        assert caught.value is error is failures.get(timeout=5)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -93,7 +93,7 @@ def test_a_rank_that_raises_in_a_step_is_named_with_its_error(
         assert (error.rank, error.method, error.step_id) == (rank, "execute_model", 2)
         assert error.message == "RuntimeError: as ordered"
         assert "about to raise" in error.stderr_tail and "in execute_model" in error.report()
-        assert failures.get(timeout=1) is error
+        assert failures.get(timeout=5) is error
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -137,7 +137,7 @@ def test_a_stuck_rank_is_named_with_its_stack(rank: int, caplog: pytest.LogCaptu
         driver = BatchDriver()
         executor.execute_model(driver.build({}), non_block=True)
         executor.execute_model(driver.build({}), non_block=True)
-        error = heard.get(timeout=3)
+        error = heard.get(timeout=5)
         assert isinstance(error, WorkerTimeout)
         assert (error.rank, error.pid, error.ranks) == (rank, executor.pids[rank], (rank,))
         assert (error.method, error.step_id) == ("execute_model", 2)
@@ -210,7 +210,7 @@ def test_one_process_tells_failures_as_many_do(failures: queue.Queue[ExecutorErr
     assert isinstance(error.__cause__, RuntimeError) and "in execute_model" in error.stderr_tail
     with pytest.raises(WorkerFailed, match="of step 2: RuntimeError: as ordered"):
         executor.collective_rpc("echo")
-    assert failures.get(timeout=1) is error
+    assert failures.get(timeout=5) is error
     executor.shutdown()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ PHASES = [
     ("kv_cache_capacity", "kv"),
     ("initialize_cache", "kv"),
 ]
+
+HANG_S = 2.5  # more than a phase takes on a busy machine
 
 
 @pytest.fixture(autouse=True)
@@ -67,18 +70,23 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(at: str, phase: str) -> 
     assert f"was killed by SIGKILL in start phase '{phase}'" in str(error)
 
 
-@pytest.mark.parametrize(("at", "phase"), PHASES)
-def test_a_rank_that_hangs_is_named_with_its_stack(at: str, phase: str) -> None:
-    error = failing(at, "hang", start_timeout_s=0.6, warn_after_s=0.3)
-    assert (error.rank, error.phase) == (1, phase)
-    assert "not done after" in error.message
-    assert at in error.stack and "in strike" in error.stack
+def test_a_rank_that_hangs_is_named_with_its_stack_in_whatever_phase() -> None:
+    def hanging(at: str) -> WorkerStartFailed:
+        return failing(at, "hang", start_timeout_s=HANG_S)
+
+    with ThreadPoolExecutor(len(PHASES)) as pool:
+        errors = list(pool.map(hanging, [at for at, _ in PHASES]))
+    for error, (at, phase) in zip(errors, PHASES, strict=True):
+        assert (error.rank, error.phase) == (1, phase)
+        assert "not done after" in error.message
+        assert at in error.stack and "in strike" in error.stack
 
 
 def test_the_wait_for_a_slow_rank_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    failing("load_model", "hang", start_timeout_s=1.0, warn_after_s=0.2)
-    lines = [record.getMessage() for record in caplog.records if "load" in record.getMessage()]
-    assert len(lines) == 1 and "waiting for rank 1" in lines[0] and "'load', limit 1.0 s" in lines[0]
+    failing("load_model", "hang", start_timeout_s=HANG_S, warn_after_s=0.2)
+    lines = [record.getMessage() for record in caplog.records]
+    lines = [line for line in lines if "waiting for rank 1" in line and "'load'" in line]
+    assert len(lines) == 1 and f"'load', limit {HANG_S} s" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +130,7 @@ def test_a_module_that_hangs_while_it_is_imported_is_named(
 ) -> None:
     (tmp_path / "hanging_worker.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    error = start_failure(make(2, worker_cls="hanging_worker:Worker", start_timeout_s=0.6))
+    error = start_failure(make(2, worker_cls="hanging_worker:Worker", start_timeout_s=HANG_S))
     assert error.phase == "import" and "hanging_worker.py" in error.stack
 
 
@@ -160,3 +168,8 @@ def test_a_start_can_be_given_up_by_another_thread() -> None:
     with pytest.raises(ExecutorClosed):
         executor.initialize()
     stopper.join()
+
+
+def test_more_ranks_than_can_share_memory_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 to 64 ranks"):
+        make(65).initialize()
