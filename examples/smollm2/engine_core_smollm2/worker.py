@@ -76,10 +76,12 @@ class SmolLM2Worker(Worker):
         self._cache = [np.zeros(shape, np.float32) for _ in range(config.num_layers)]
 
     def execute_model(self, step: SchedulerOutput, batch: BatchState) -> ModelRunnerOutput:
+        if not len(step.slots):  # it only tells of requests that ended
+            return self._sampler.sample(np.empty((0, self._model.config.vocab_size), np.float32), step, batch)
         with self._blas.limit(limits=1, user_api="blas"):
-            return self._execute(step, batch)
+            return self._run(step, batch)
 
-    def _execute(self, step: SchedulerOutput, batch: BatchState) -> ModelRunnerOutput:
+    def _run(self, step: SchedulerOutput, batch: BatchState) -> ModelRunnerOutput:
         tokens = Tokens(
             batch.input_ids(step),
             batch.positions(step),
@@ -91,9 +93,8 @@ class SmolLM2Worker(Worker):
         last = batch.query_start_loc(step)[1:] - 1
         output = self._sampler.sample(self._logits(hidden[last[batch.samples(step)]]), step, batch)
         for span in self._sampler.prompt_spans(step, batch):
-            output.prompt_logprobs.append(
-                self._sampler.prompt_logprobs(span, lambda tokens: self._logits(hidden[tokens]))
-            )
+            logprobs = self._sampler.prompt_logprobs(span, lambda tokens: self._logits(hidden[tokens]))
+            output.prompt_logprobs.append(logprobs)
         return output
 
     def _logits(self, hidden: Float32s) -> Float32s:
