@@ -118,9 +118,11 @@ class AsyncEngineClient:
         session = self._session
         while True:
             outputs = session.take_unclaimed()
-            if outputs or not session.num_live:
+            if outputs:
                 return outputs
             session.check_alive()
+            if not session.num_live:
+                return []
             if self._output_came is None:
                 self._output_came = self._loop.create_future()
             await asyncio.shield(self._output_came)

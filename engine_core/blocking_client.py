@@ -86,9 +86,11 @@ class BlockingClient(ABC):
         deadline = None if timeout_s is None else self._clock.monotonic() + timeout_s
         while True:
             outputs = session.take_unclaimed()
-            if outputs or not session.num_live:
+            if outputs:
                 return outputs
             session.check_alive()
+            if not session.num_live:
+                return []
             if not self._pump(deadline):
                 return []
 

@@ -23,6 +23,7 @@ class InprocClient(BlockingClient):
     def __init__(self, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> None:
         """Starts the workers. Raises `ExecutorError` or `ConfigError`."""
         super().__init__(clock)
+        config.validate()
         executor = make_executor(config.executor_config())
         try:
             self.core = EngineCore(config, executor, clock)

@@ -295,6 +295,7 @@ def _start(
     on_serving: Callable[[Serving], None] | None,
 ) -> EngineCoreProc:
     """From nothing to an engine that serves."""
+    config.validate()
     context: Context = zmq.Context()
     stack.callback(context.destroy, linger=0)  # what is closed by then lingers as it was told
     dialog = None
