@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future as RestartFuture
 from typing import Any, Generic, Literal, Protocol, TypeVar, overload
 
 import msgspec
 
 from executor.config import ExecutorConfig
 from executor.errors import ExecutorError
+from executor.lasting_calls import LastingCalls
 from executor.step import ModelRunnerOutput, SchedulerOutput
 
 T = TypeVar("T")
@@ -27,8 +29,10 @@ class EngineCapacity(msgspec.Struct, frozen=True):
     eos_token_id: int | None = None
 
 
-def check_capacity(num_blocks: int) -> None:
-    """Raises `ValueError` if no request could ever run."""
+def check_capacity(num_blocks: int, needed: int | None = None) -> None:
+    """Raises `ValueError` if no request could ever run, or if there is less room than `needed` blocks."""
+    if needed is not None and num_blocks < needed:
+        raise ValueError(f"the KV cache has room for {num_blocks} blocks, it had {needed} before")
     if num_blocks < 2:
         raise ValueError(f"the KV cache has room for {num_blocks} blocks; at least 2 are needed")
 
@@ -68,15 +72,31 @@ class Completed(Generic[T]):
 class Executor(ABC):
     """The ranks that run the model. All methods belong to one thread, except `shutdown`.
 
-    Once a rank fails, every call raises the same first `ExecutorError`.
+    Once a rank fails, every call raises the same first `ExecutorError`, until `restart`.
     """
 
     def __init__(self, config: ExecutorConfig) -> None:
         self.config = config
+        self._lasting_calls = LastingCalls()
 
     @abstractmethod
     def initialize(self) -> EngineCapacity:
         """Start the ranks. Raises `WorkerStartFailed`; no rank is left running then."""
+
+    @abstractmethod
+    def restart(self, after_s: float = 0.0) -> RestartFuture[None]:
+        """End the ranks at once and start others in their place, not before `after_s` seconds have passed.
+
+        They have as many KV blocks as those before, all empty, know of no request, and sleep or have adapters
+        as those before. The future raises `ExecutorError`, most likely `WorkerStartFailed` (also if there is
+        no longer room for as many blocks); no rank is left running then, and `restart` may be called again.
+        Until it is done, calls raise `ExecutorRestarting`.
+        """
+
+    @property
+    def lost_call(self) -> str | None:
+        """A method that was called and changed the ranks in a way that `restart` cannot bring back."""
+        return self._lasting_calls.lost
 
     @abstractmethod
     def _submit_step(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]: ...
@@ -160,7 +180,9 @@ class Executor(ABC):
             raise ValueError(f"there is no rank {unique_reply_rank}")
         timeout_s = self.config.execute_timeout_s if timeout is None else timeout
         future = self._submit_call(method, timeout_s, args, kwargs or {}, unique_reply_rank)
-        return future if non_block else future.result()
+        answer = future if non_block else future.result()
+        self._lasting_calls.record(method, args, kwargs or {})
+        return answer
 
     def check_health(self) -> None:
         """Ask every rank whether it can work. Raises `ExecutorError`."""

@@ -120,6 +120,13 @@ class ExecutorClosed(ExecutorError):
         return "the executor is not running"
 
 
+class ExecutorRestarting(ExecutorError):
+    """The call was not made: the ranks are being restarted."""
+
+    def __str__(self) -> str:
+        return "the workers are being restarted; try again in a moment"
+
+
 def described(error: BaseException) -> str:
     """`ValueError: what it says`, of bounded length."""
     text = str(error)

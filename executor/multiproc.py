@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future as RestartFuture
 from typing import Any
 
 from executor.base import Completed, EngineCapacity, Executor, FailureCallback, Future
 from executor.call_codec import Call, encode_call
 from executor.config import ExecutorConfig
 from executor.control import OUTPUT_RANK
-from executor.errors import ExecutorClosed, ExecutorError
+from executor.errors import (
+    ExecutorClosed,
+    ExecutorError,
+    ExecutorRestarting,
+    WorkerStartFailed,
+    described,
+)
 from executor.futures import Answers, CallFuture, StepFuture
 from executor.rank_group import RankGroup
 from executor.step import ModelRunnerOutput, SchedulerOutput
@@ -19,22 +26,74 @@ from transport.clock import SYSTEM_CLOCK, Clock
 
 
 class MultiprocExecutor(Executor):
-    """Everything about the ranks that run is in `_group` and `_answers`."""
+    """Everything about the ranks that run is in `_group` and `_answers`; a restart replaces both."""
 
     def __init__(self, config: ExecutorConfig, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(config)
         self._clock = clock
         self._group: RankGroup | None = None
         self._answers: Answers
+        self._capacity: EngineCapacity
         self._seq = 0
         self._callback_lock = threading.Lock()
         self._callback: FailureCallback | None = None
         self._failure: ExecutorError | None = None
+        self._group_lock = threading.Lock()  # a restart and a shutdown agree on which group is the last
+        self._closing = threading.Event()
+        self._restarting = False
+        self._restarter: threading.Thread | None = None
 
     def initialize(self) -> EngineCapacity:
-        self._group = RankGroup(self.config, self._on_failure, self._clock)
-        self._answers = Answers(self._group, self._clock)
-        return self._group.start()
+        group = self._make_group(None)
+        self._answers = Answers(group, self._clock)
+        self._capacity = group.start()
+        return self._capacity
+
+    def restart(self, after_s: float = 0.0) -> RestartFuture[None]:
+        future: RestartFuture[None] = RestartFuture()
+        with self._callback_lock:
+            self._failure = None
+        self._restarting = True
+        self._restarter = threading.Thread(
+            target=self._restart, args=(future, after_s), name="restart-ranks", daemon=True
+        )
+        self._restarter.start()
+        return future
+
+    def _restart(self, future: RestartFuture[None], after_s: float) -> None:
+        try:
+            self._replace_group(after_s)
+        except ExecutorError as error:
+            self._restarting = False
+            future.set_exception(error)
+        except Exception as error:  # the host is out of something
+            self._restarting = False
+            future.set_exception(WorkerStartFailed(0, None, "spawn", described(error)))
+        else:
+            self._restarting = False
+            future.set_result(None)
+
+    def _replace_group(self, after_s: float) -> None:
+        if self._group is not None:
+            self._group.stop(graceful=False)
+        self._closing.wait(after_s)
+        group = self._make_group(self._capacity.num_gpu_blocks)
+        self._answers = Answers(group, self._clock)
+        group.start()
+        try:
+            for call in self._lasting_calls:
+                timeout_s = self.config.execute_timeout_s
+                self._call(group, call.method, timeout_s, call.args, dict(call.kwargs), None).result()
+        except BaseException:
+            group.stop(graceful=False)
+            raise
+
+    def _make_group(self, num_blocks: int | None) -> RankGroup:
+        with self._group_lock:
+            if self._closing.is_set():
+                raise ExecutorClosed
+            self._group = RankGroup(self.config, self._on_failure, num_blocks, self._clock)
+            return self._group
 
     @property
     def pids(self) -> list[int]:
@@ -69,13 +128,24 @@ class MultiprocExecutor(Executor):
         kwargs: dict[str, Any],
         reply_rank: int | None,
     ) -> Future[Any]:
+        try:
+            return self._call(self._running(), method, timeout_s, args, kwargs, reply_rank)
+        except ExecutorError as error:
+            return Completed(error=error)
+
+    def _call(
+        self,
+        group: RankGroup,
+        method: str,
+        timeout_s: float,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        reply_rank: int | None,
+    ) -> CallFuture:
         seq = self._seq + 1
         parts = encode_call(Call(seq, method, args, kwargs, reply_rank))
         limit_s = max(timeout_s, self.config.execute_timeout_s)
-        try:
-            self._running().send(seq, parts, method=method, step_id=None, num_rows=None, limit_s=limit_s)
-        except ExecutorError as error:
-            return Completed(error=error)
+        group.send(seq, parts, method=method, step_id=None, num_rows=None, limit_s=limit_s)
         self._seq = seq
         world_size = self.config.tensor_parallel_size
         future = CallFuture(self._answers, seq, method, world_size, reply_rank, timeout_s)
@@ -83,12 +153,14 @@ class MultiprocExecutor(Executor):
         return future
 
     def _running(self) -> RankGroup:
+        if self._restarting:
+            raise ExecutorRestarting
         if self._group is None:
             raise ExecutorClosed
         return self._group
 
     def check_failed(self) -> None:
-        if self._group is not None:
+        if self._group is not None and not self._restarting:
             self._group.check_failed()
 
     def set_failure_callback(self, callback: FailureCallback) -> None:
@@ -106,5 +178,10 @@ class MultiprocExecutor(Executor):
             callback(error)
 
     def shutdown(self) -> None:
-        if self._group is not None:
-            self._group.stop(graceful=True)
+        with self._group_lock:
+            self._closing.set()
+            group = self._group
+        if group is not None:
+            group.stop(graceful=True)
+        if self._restarter is not None:
+            self._restarter.join()  # its group is stopped, so it has nothing to wait for

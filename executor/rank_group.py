@@ -59,11 +59,17 @@ class RankGroup:
     """
 
     def __init__(
-        self, config: ExecutorConfig, on_failure: FailureCallback, clock: Clock = SYSTEM_CLOCK
+        self,
+        config: ExecutorConfig,
+        on_failure: FailureCallback,
+        num_blocks: int | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        """`num_blocks`: KV blocks to have, neither more nor fewer; None: as many as all have room for."""
         self.world_size = config.tensor_parallel_size
         self.ranks: list[RankProcess] = []
         self._config = config
+        self._num_blocks = num_blocks
         self._on_failure = on_failure
         self._clock = clock
         with ExitStack() as made:
@@ -96,10 +102,13 @@ class RankGroup:
     # For the executor's thread
 
     def start(self) -> EngineCapacity:
-        """Raises `WorkerStartFailed`; nothing is left then. Each phase has its deadline, so this wait needs
-        none."""
-        try:
+        """Raises `WorkerStartFailed`, or `ExecutorClosed` if it is stopped; nothing is left then. Each phase
+        has its deadline, so this wait needs none."""
+        with self._stop_lock:
+            if self._closed:
+                raise ExecutorClosed
             self._thread.start()
+        try:
             return self._started.result()
         except BaseException:
             self.stop(graceful=False)
@@ -186,7 +195,7 @@ class RankGroup:
     def _run(self) -> None:
         try:
             self._spawn()
-            start = GroupStart(self._config, self.ranks, self._stderr, self._clock)
+            start = GroupStart(self._config, self.ranks, self._stderr, self._num_blocks, self._clock)
             capacity = start.run(self._stop_event)
             if capacity is None:
                 raise ExecutorClosed

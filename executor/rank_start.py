@@ -37,9 +37,16 @@ class GroupStart:
     """Takes ranks, which have their `StartOrder`s, to ready."""
 
     def __init__(
-        self, config: ExecutorConfig, ranks: list[RankProcess], stderr: StderrCapture, clock: Clock
+        self,
+        config: ExecutorConfig,
+        ranks: list[RankProcess],
+        stderr: StderrCapture,
+        num_blocks: int | None,
+        clock: Clock,
     ) -> None:
+        """`num_blocks`: KV blocks to have, neither more nor fewer; None: as many as all have room for."""
         self._config = config
+        self._num_blocks = num_blocks
         self._processes = ranks
         self._stderr = stderr
         self._clock = clock
@@ -119,15 +126,16 @@ class GroupStart:
         num_blocks = [capacity.num_blocks for capacity in capacities]
         least = min(num_blocks)
         try:
-            check_capacity(least)
+            check_capacity(least, self._num_blocks)
         except ValueError as error:
             raise self._failed(num_blocks.index(least), str(error)) from error
+        agreed = least if self._num_blocks is None else self._num_blocks
         for starting in self._ranks:
             starting.waits = False
             starting.since_s = self._clock.monotonic()
-            send(starting.process.control, CacheSize(least))
+            send(starting.process.control, CacheSize(agreed))
         model = first.model
-        return EngineCapacity(least, model.vocab_size, first.max_model_len, model.dtype, model.eos_token_id)
+        return EngineCapacity(agreed, model.vocab_size, first.max_model_len, model.dtype, model.eos_token_id)
 
     def _check_deadlines(self) -> None:
         now = self._clock.monotonic()

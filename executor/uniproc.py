@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import Future as RestartFuture
 from typing import Any
 
 from executor.base import Completed, EngineCapacity, Executor, FailureCallback, check_capacity
@@ -12,6 +15,8 @@ from executor.config import ExecutorConfig
 from executor.errors import ExecutorClosed, ExecutorError, WorkerFailed, WorkerStartFailed, described
 from executor.host import WorkerHost
 from executor.step import ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger("executor")
 
 
 class UniProcExecutor(Executor):
@@ -27,6 +32,39 @@ class UniProcExecutor(Executor):
         self._callback: FailureCallback | None = None
 
     def initialize(self) -> EngineCapacity:
+        self._capacity = self._start(None)
+        return self._capacity
+
+    def restart(self, after_s: float = 0.0) -> RestartFuture[None]:
+        """Waits itself, so the future is done. A worker that fails to shut down is left to the garbage
+        collector."""
+        future: RestartFuture[None] = RestartFuture()
+        try:
+            if isinstance(self._failure, ExecutorClosed):
+                raise self._failure
+            self._let_go()
+            time.sleep(after_s)
+            self._host = WorkerHost(self.config, rank=0, world_size=1)
+            self._start(self._capacity.num_gpu_blocks)
+            for call in self._lasting_calls:
+                self._host.call(call.method, call.args, dict(call.kwargs))
+        except ExecutorError as error:
+            future.set_exception(error)
+        except Exception as error:
+            future.set_exception(WorkerStartFailed(0, os.getpid(), "ready", described(error)))
+        else:
+            self._failure = None
+            future.set_result(None)
+        return future
+
+    def _let_go(self) -> None:
+        try:
+            self._host.shutdown()
+        except Exception:
+            logger.warning("the failed worker could not be shut down", exc_info=True)
+
+    def _start(self, num_blocks: int | None) -> EngineCapacity:
+        """`num_blocks`: KV blocks to have, neither more nor fewer; None: as many as there is room for."""
         phase = "import"
 
         def enter_phase(name: str) -> None:
@@ -34,8 +72,9 @@ class UniProcExecutor(Executor):
             phase = name
 
         try:
-            num_blocks = self._host.start(enter_phase)
-            check_capacity(num_blocks)
+            room = self._host.start(enter_phase)
+            check_capacity(room, num_blocks)
+            num_blocks = room if num_blocks is None else num_blocks
             self._host.initialize_cache(num_blocks)
         except (Exception, SystemExit) as error:
             self._host.shutdown()
