@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from engine_core.blocking_client import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_START_TIMEOUT_S
-from engine_core.client_connection import Connection
+from engine_core.client_connection import LAST_OUTPUTS_TIMEOUT_S, Connection
 from engine_core.client_session import ClientSession, Prompt, RequestOutput
 from engine_core.config import EngineConfig
 from engine_core.errors import EngineDeadError, ProtocolError, RequestError, UtilityError
@@ -262,12 +262,21 @@ class AsyncEngineClient:
             self._ending = self._loop.create_task(self._hear_last_word())
 
     async def _hear_last_word(self) -> None:
-        error = await asyncio.to_thread(self._connection.last_word)
+        last_word = await asyncio.to_thread(self._connection.last_word)
         if not self._closed:
             self._read_all()  # what the engine sent before it ended
+            if not last_word.crashed:
+                await self._await_last_outputs()
+        if not self._closed:
             self._stop_reading()
-        self._session.fail(error)
+        self._session.fail(EngineDeadError(last_word.cause))
         self._tell_outputs()
+
+    async def _await_last_outputs(self) -> None:
+        """They may come by another way than the last word, and later."""
+        deadline = self._clock.monotonic() + LAST_OUTPUTS_TIMEOUT_S
+        while self._session.num_live and not self._closed and self._clock.monotonic() < deadline:
+            await asyncio.sleep(0.01)
 
     def _stop_reading(self) -> None:
         self._loop.remove_reader(self._outputs_fd)

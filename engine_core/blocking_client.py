@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from engine_core.client_connection import Connection
+from engine_core.client_connection import LAST_OUTPUTS_TIMEOUT_S, Connection
 from engine_core.client_session import ClientSession, Prompt, RequestOutput
 from engine_core.config import EngineConfig
 from engine_core.errors import EngineDeadError, ProtocolError, RequestError, UtilityError
@@ -268,10 +268,19 @@ class EngineClient(BlockingClient):
         if connection.outputs in ready:
             alive = self._read_all()
         if not alive or connection.stream.fileno() in ready:
-            error = connection.last_word()
+            last_word = connection.last_word()
             self._read_all()  # what the engine sent before it ended
-            session.fail(error)
+            if not last_word.crashed:
+                self._await_last_outputs()
+            session.fail(EngineDeadError(last_word.cause))
         return True
+
+    def _await_last_outputs(self) -> None:
+        """They may come by another way than the last word, and later."""
+        deadline = self._clock.monotonic() + LAST_OUTPUTS_TIMEOUT_S
+        while self._session.num_live and (left := deadline - self._clock.monotonic()) > 0:
+            self._connection.outputs.poll(int(left * 1000))
+            self._read_all()
 
     def _read_all(self) -> bool:
         """False if the engine has said that it is dead."""

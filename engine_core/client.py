@@ -1,7 +1,7 @@
 """The clients of an engine.
 
-`EngineClient` (blocking) and `AsyncEngineClient` launch an engine process or join a running one; `InprocClient`
-holds the engine itself.
+`EngineClient` (blocking) and `AsyncEngineClient` launch an engine process or join a running one;
+`InprocClient` holds the engine itself.
 """
 
 from engine_core.async_client import AsyncEngineClient

@@ -40,6 +40,7 @@ from transport.processes import socket_path
 
 JOIN_TIMEOUT_S = 10.0
 LAST_WORD_TIMEOUT_S = 1.0
+LAST_OUTPUTS_TIMEOUT_S = 0.5  # of an orderly stop, which ends every request with an output
 EXIT_TIMEOUT_S = 15.0  # the engine's own deadlines are shorter
 _names = itertools.count()
 M = TypeVar("M", bound=Message)
@@ -149,16 +150,16 @@ class Connection:
         with contextlib.suppress(OSError):
             self.stream.shutdown(socket.SHUT_RDWR)
 
-    def last_word(self) -> EngineDeadError:
+    def last_word(self) -> Ended:
         """Why the stream ended, or why the engine said that it is dead: it may take a moment to come."""
         deadline = self._clock.monotonic() + LAST_WORD_TIMEOUT_S
         try:
             while True:
                 message = self._hear(deadline, "to say why it ended")
                 if isinstance(message, Ended):
-                    return EngineDeadError(message.cause)
+                    return message
         except (EngineDeadError, ProtocolError) as error:
-            return error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+            return Ended(_cause(error), crashed=True)
 
     def close(self) -> None:
         """Leave; a launched engine ends. Idempotent."""
@@ -269,7 +270,7 @@ class Connection:
         ready = dict(poller.poll(int(wait_s * 1000)))
         if sock not in ready:
             if ready:
-                raise self.last_word()
+                raise EngineDeadError(self.last_word().cause)
             raise EngineDeadError(f"{self._who()} has not connected to this client's sockets in time")
 
     def _who(self) -> str:
