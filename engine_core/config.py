@@ -127,6 +127,18 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     )
     max_loras: Annotated[int, Meta(ge=1, description="LoRA adapters in one batch at most")] = 1
 
+    record: Annotated[
+        str,
+        Meta(
+            title="Record of decisions",
+            description="file to record the scheduler's inputs and decisions in, for replay-decisions",
+        ),
+    ] = ""
+    record_part_mb: Annotated[
+        int, Meta(ge=1, description="size at which the record goes on in a new file; FILE becomes FILE.1")
+    ] = 256
+    record_parts: Annotated[int, Meta(ge=1, description="files of a record that are kept")] = 4
+
     log_stats: Annotated[bool, Meta(title="Process", description="report statistics to the front ends")] = (
         True
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine_core.errors import RequestError
 from engine_core.lab.record import Entry, Header
+from engine_core.lab.snapshot import restore
 from engine_core.lab.virtual_clock import VirtualClock
 from engine_core.protocol import FinishReason
 from engine_core.request import Request
@@ -116,6 +117,10 @@ class DecisionReplay:
         elif kind == Entry.RESTART:
             self.scheduler.restart()
             self.progress.restarts += 1
+        elif kind == Entry.ALLOW:
+            self.scheduler.allow_only(fields[0])
+        elif kind == Entry.STATE:
+            restore(self.scheduler, fields[0])
         elif kind == Entry.LOST:
             raise GapError(self._step_id, fields[0])
         else:

@@ -16,7 +16,9 @@ An entry is a list whose first element says what happened:
     PAUSE     pause state
     RESET     reset_running: the prefix cache was reset
     RESTART   the workers were replaced
+    ALLOW     request ids: nobody else may run; nil: everybody may
     LOST      number of entries that could not be written in time; what follows cannot be replayed
+    STATE     the scheduler's state (`lab.snapshot`): the record begins in the middle of a run
 
 Arrays are the bytes of little-endian int32.
 """
@@ -50,6 +52,8 @@ class Entry(enum.IntEnum):
     RESET = 7
     RESTART = 8
     LOST = 9
+    STATE = 10
+    ALLOW = 11
 
 
 class Header(msgspec.Struct, kw_only=True):
@@ -57,7 +61,7 @@ class Header(msgspec.Struct, kw_only=True):
     started: float  # Unix time
     config: EngineConfig
     capacity: EngineCapacity
-    part: int = 0  # 0 for the file in which the record begins
+    part: int = 0  # number of the file, from the engine's start on
 
 
 class RecordError(Exception):

@@ -2,22 +2,29 @@
 
 The loop's thread only puts what happened on a queue, by reference; a thread of the recorder makes bytes of it
 and writes them. If that falls behind, entries are dropped and the record says how many.
+
+When a file is large enough, the loop's thread takes a snapshot of the scheduler's state, a matter of
+milliseconds, with which the next file begins: each file can be replayed by itself.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from engine_core.config import ConfigError, EngineConfig
 from engine_core.errors import RequestError
+from engine_core.lab import snapshot
 from engine_core.lab.record import Entry, Header, RecordWriter
 from engine_core.protocol import FinishReason
 from engine_core.request import Request
-from engine_core.scheduler.scheduler import PauseState
+from engine_core.scheduler.scheduler import PauseState, Scheduler
 from executor.step import Int32s, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger("engine_core")
@@ -28,14 +35,25 @@ _WRITE_EVERY_S = 0.1  # what a crash of the process costs the record
 
 
 class DecisionRecorder:
-    """A `SchedulerObserver` that writes to a file from its construction until `close`."""
+    """A `SchedulerObserver` that writes to a file from its construction until `close`.
 
-    def __init__(self, path: str, header: Header) -> None:
+    `path` is the newest file; `path.1` is the one before, and so on. A file that was there before is kept in
+    the same way, so that the record of an engine that crashed survives the start of its successor.
+    """
+
+    def __init__(self, path: str, header: Header, part_bytes: int = 256 << 20, num_parts: int = 4) -> None:
         """Raises OSError if the file cannot be written."""
         self._path = path
+        self._header = header
+        self._part_bytes = part_bytes
+        self._num_parts = num_parts
+        self._make_room()
         self._writer = RecordWriter(path, header)
+        self._first_bytes = self._writer.size_bytes  # of the file, with the state that it begins with
         self._pending: deque[tuple[Any, ...] | SchedulerOutput] = deque()
         self._num_lost = 0
+        self._wants_state = False  # set by the recorder's thread, cleared by the loop's
+        self._scheduler: Scheduler
         self._failed = False
         self._compress = _StepCompressor()
         self._closing = threading.Event()
@@ -44,11 +62,17 @@ class DecisionRecorder:
 
     def close(self) -> None:
         """Writes what is pending. Idempotent."""
+        if self._num_lost:
+            self._pending.append((Entry.LOST, self._num_lost))
+            self._num_lost = 0
         self._closing.set()
         self._thread.join()
         self._writer.close()
 
     # On the loop's thread.
+
+    def attached(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
 
     def arrived(self, request: Request) -> None:
         self._put(
@@ -73,6 +97,9 @@ class DecisionRecorder:
 
     def planned(self, step: SchedulerOutput) -> None:
         self._put(step)
+        if self._wants_state and len(self._pending) < MOST_PENDING:
+            self._wants_state = False
+            self._put((Entry.STATE, snapshot.take(self._scheduler)))
 
     def answered(self, output: ModelRunnerOutput) -> None:
         tokens, counts = output.sampled_token_ids, output.num_sampled
@@ -88,6 +115,9 @@ class DecisionRecorder:
     def restarted(self) -> None:
         self._put((Entry.RESTART,))
 
+    def allowed_only(self, request_ids: list[str] | None) -> None:
+        self._put((Entry.ALLOW, request_ids))
+
     def _put(self, entry: tuple[Any, ...] | SchedulerOutput) -> None:
         if len(self._pending) >= MOST_PENDING:
             self._num_lost += 1
@@ -95,6 +125,7 @@ class DecisionRecorder:
         if self._num_lost:
             self._pending.append((Entry.LOST, self._num_lost))
             self._num_lost = 0
+            self._wants_state = True  # a new file can be replayed again
         self._pending.append(entry)
 
     # On the recorder's thread.
@@ -107,15 +138,53 @@ class DecisionRecorder:
     def _write_pending(self) -> None:
         pending = self._pending
         while pending:
-            count = min(len(pending), _ENTRIES_PER_FRAME)
-            frame = [self._entry(pending.popleft()) for _ in range(count)]
-            if self._failed:
-                continue
-            try:
-                self._writer.write(frame)
-            except OSError as error:
-                self._failed = True  # the engine serves on
-                logger.error("Recording to %s has stopped: %s", self._path, error.strerror)
+            frame: list[tuple[Any, ...]] = []
+            while pending and len(frame) < _ENTRIES_PER_FRAME:
+                item = pending.popleft()
+                if isinstance(item, tuple) and item[0] == Entry.STATE:
+                    self._write(frame)
+                    self._next_part()
+                    frame = [item]
+                else:
+                    frame.append(self._entry(item))
+            self._write(frame)
+
+    def _write(self, frame: list[tuple[Any, ...]]) -> None:
+        if self._failed or not frame:
+            return
+        try:
+            self._writer.write(frame)
+        except OSError as error:
+            self._fail(error)
+            return
+        if frame[0][0] == Entry.STATE:
+            self._first_bytes = self._writer.size_bytes
+        if self._writer.size_bytes - self._first_bytes >= self._part_bytes:
+            self._first_bytes = self._writer.size_bytes  # ask once
+            self._wants_state = True
+
+    def _next_part(self) -> None:
+        if self._failed:
+            return
+        self._writer.close()
+        self._compress = _StepCompressor()
+        self._header = msgspec.structs.replace(self._header, part=self._header.part + 1)
+        try:
+            self._make_room()
+            self._writer = RecordWriter(self._path, self._header)
+        except OSError as error:
+            self._fail(error)
+
+    def _make_room(self) -> None:
+        """Every file of the record moves on by one; the oldest is dropped."""
+        names = [self._path, *(f"{self._path}.{number}" for number in range(1, self._num_parts))]
+        for older, newer in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
+            if os.path.exists(newer):
+                os.replace(newer, older)
+
+    def _fail(self, error: OSError) -> None:
+        self._failed = True  # the engine serves on
+        logger.error("Recording to %s has stopped: %s", self._path, error.strerror)
 
     def _entry(self, item: tuple[Any, ...] | SchedulerOutput) -> tuple[Any, ...]:
         if isinstance(item, SchedulerOutput):
@@ -125,6 +194,18 @@ class DecisionRecorder:
         if item[0] == Entry.ADD:
             return (*item[:2], item[2].tobytes(), *item[3:])
         return item
+
+
+def start_recorder(config: EngineConfig, header: Header, engine_index: int) -> DecisionRecorder:
+    """The recorder that `config` asks for; engines beyond the first have a number in their file's name.
+
+    Raises `ConfigError` if the file cannot be written.
+    """
+    path = f"{config.record}.engine-{engine_index}" if engine_index else config.record
+    try:
+        return DecisionRecorder(path, header, config.record_part_mb << 20, config.record_parts)
+    except OSError as error:
+        raise ConfigError("record", path, f"cannot be written: {error.strerror}") from error
 
 
 class _StepCompressor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future as RestartFuture
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,9 @@ class SimulatedWorkers(Executor):
         tokens = np.zeros((len(slots), 1), np.int32)
         output = ModelRunnerOutput(step.step_id, tokens, samples.astype(np.int32))
         return _Answer(self._clock, self._free_s, output)
+
+    def restart(self, after_s: float = 0.0) -> RestartFuture[None]:
+        raise NotImplementedError("simulated workers never fail")
 
     def take_prefill_tokens(self) -> int:
         """Prompt tokens sent to be computed since the last call."""

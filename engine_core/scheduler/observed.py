@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine_core.errors import RequestError
 from engine_core.outputs import StepOutputs
@@ -19,6 +19,10 @@ class SchedulerObserver(Protocol):
     Arrays of steps may be kept, those of worker outputs not. Nothing may raise or block.
     """
 
+    def attached(self, scheduler: Scheduler) -> None:
+        """Called once, first. `scheduler` may be read whenever something is reported."""
+        ...
+
     def arrived(self, request: Request) -> None: ...
     def refused(self, request: Request, error: RequestError) -> None:
         """The request that arrived last was not taken."""
@@ -33,12 +37,19 @@ class SchedulerObserver(Protocol):
     def pause_state_set(self, state: PauseState) -> None: ...
     def prefix_cache_reset(self, reset_running: bool) -> None: ...
     def restarted(self) -> None: ...
+    def allowed_only(self, request_ids: list[str] | None) -> None:
+        """None: everybody may run."""
+        ...
 
 
 def observed(scheduler_cls: type[Scheduler], observer: SchedulerObserver) -> type[Scheduler]:
     """`scheduler_cls`, whose instances report to `observer`. What a method calls in turn is not reported."""
 
     class Observed(scheduler_cls):  # type: ignore[valid-type,misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            observer.attached(self)
+
         def add_request(self, request: Request) -> None:
             observer.arrived(request)
             try:
@@ -81,6 +92,11 @@ def observed(scheduler_cls: type[Scheduler], observer: SchedulerObserver) -> typ
             self._restarting = True
             super().restart()
             self._restarting = False
+
+        def allow_only(self, request_ids: Iterable[str] | None) -> None:
+            ids = None if request_ids is None else sorted(request_ids)
+            observer.allowed_only(ids)
+            super().allow_only(ids)
 
     Observed.__name__ = Observed.__qualname__ = scheduler_cls.__name__
     return Observed

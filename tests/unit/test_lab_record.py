@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from engine_core.config import EngineConfig
 from engine_core.core import EngineCore
 from engine_core.errors import RequestError
 from engine_core.lab import recorder as recorder_module
+from engine_core.lab import snapshot
 from engine_core.lab.decision_replay import DecisionReplay, Difference, GapError
 from engine_core.lab.latency import parse_latency
 from engine_core.lab.record import Entry, Header, RecordError, RecordReader, RecordWriter
@@ -36,11 +38,11 @@ def make_header(config: EngineConfig) -> Header:
 class Session:
     """An engine whose decisions are recorded, and a random life for it."""
 
-    def __init__(self, path: Path, config: EngineConfig, seed: int = 0) -> None:
+    def __init__(self, path: Path, config: EngineConfig, seed: int = 0, **parts: int) -> None:
         self.rng = np.random.default_rng(seed)
         clock = VirtualClock()
         workers = SimulatedWorkers(config.executor_config(), CAPACITY, parse_latency("step_ms=1"), clock)
-        self.recorder = DecisionRecorder(str(path), make_header(config))
+        self.recorder = DecisionRecorder(str(path), make_header(config), **parts)
         self.core = EngineCore(config, workers, clock, make_observer=lambda _: self.recorder)
         self.count = 0
         self.refused = 0
@@ -251,10 +253,12 @@ def test_when_the_disk_is_slow_the_loop_goes_on_and_the_record_tells_of_the_gap(
     may_write.set()
     while session.recorder._pending:
         threading.Event().wait(0.01)
+    monkeypatch.undo()
     session.live(20)
     session.close()
     with pytest.raises(GapError, match="gap of"):
-        replay(path)
+        replay(tmp_path / "a.rec.1")
+    assert replay(path).step.step_id == session.core.scheduler._step_id  # type: ignore[union-attr]
 
 
 def test_when_the_disk_is_full_the_engine_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -278,3 +282,68 @@ def test_everything_that_a_request_brings_is_replayed(tmp_path: Path) -> None:
     session.close()
     assert session.refused
     assert replay(path).progress.refused == session.refused
+
+
+def test_every_file_of_a_record_can_be_replayed_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "a.rec"
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=96, prefill_schedule_interval=3)
+    session = Session(path, config, part_bytes=20_000, num_parts=4)
+    for _ in range(6):
+        session.live(80)
+        for _ in range(20):
+            session.arrive()
+        while session.recorder._pending:  # let the file grow
+            threading.Event().wait(0.01)
+    session.live(50)
+    session.close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.rec", "a.rec.1", "a.rec.2", "a.rec.3"]
+    parts = [replay(tmp_path / name) for name in ("a.rec.3", "a.rec.2", "a.rec.1", "a.rec")]
+    assert all(part.progress.steps > 10 for part in parts)
+    last = [part.step.step_id for part in parts if part.step is not None]
+    assert last == sorted(last) and last[-1] == session.core.scheduler._step_id
+    assert RecordReader(path).header.part >= 3
+    now, then = session.core.scheduler, parts[-1].scheduler
+    assert now.kv.pool._by_hash == then.kv.pool._by_hash and now.kv.pool._cached == then.kv.pool._cached
+
+
+def test_a_record_that_is_there_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.rec"
+    for seed in range(3):
+        Session(path, EngineConfig(), seed, num_parts=2).close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.rec", "a.rec.1"]
+    assert replay(path).progress.steps == replay(tmp_path / "a.rec.1").progress.steps == 0
+
+
+def test_a_snapshot_is_the_whole_state(tmp_path: Path) -> None:
+    session = Session(tmp_path / "a.rec", EngineConfig(max_num_seqs=8, scheduling_policy="priority"))
+    session.live(60)
+    for _ in range(25):
+        session.arrive()
+        session.core.step_fn()
+    state = snapshot.take(session.core.scheduler)
+    data = msgspec.msgpack.encode(state)
+    session.core.step_fn()  # shares nothing with it
+    assert msgspec.msgpack.encode(state) == data
+    fresh = DecisionReplay(make_header(session.core.config)).scheduler
+    snapshot.restore(fresh, msgspec.msgpack.decode(data))
+    session.close()
+    assert not fresh.check() and len(fresh.requests) > 8
+    again = snapshot.take(fresh)
+    assert again[3:] == state[3:]  # type: ignore[index]  # but for the class's name
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "subprocess:Popen", "builtins:eval", "engine_core.request:np.load"]
+)
+def test_a_snapshot_can_neither_name_foreign_classes_nor_run_code(tmp_path: Path, name: str) -> None:
+    session = Session(tmp_path / "a.rec", EngineConfig(max_num_seqs=8))
+    session.arrive()
+    data = msgspec.msgpack.encode(snapshot.take(session.core.scheduler))
+    session.close()
+    own = b"engine_core.request:Request"
+    forged = data.replace(msgspec.msgpack.encode(own.decode()), msgspec.msgpack.encode(name))
+    assert forged != data
+    with pytest.raises(snapshot.SnapshotError):
+        snapshot.restore(
+            DecisionReplay(make_header(session.core.config)).scheduler, msgspec.msgpack.decode(forged)
+        )
