@@ -1,8 +1,8 @@
-"""Token ids in, token ids out.
+"""Token ids in, token ids out; or text, with --text.
 
 A prompt is a list of token ids, blank or comma separated: the arguments together are one prompt; in a file
 or on standard input each line is one. Outputs go to standard output, a line for each prompt, in the order
-of the prompts.
+of the prompts. With --text prompts and outputs are text, continued by SmolLM2 or the GGUF file of --model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,23 +21,28 @@ from engine_core.cli.messages import describe, say
 from engine_core.cli.options import add_engine_options, engine_config
 from engine_core.cli.parser import Parser, integer, positive_integer
 from engine_core.cli.session import add_connect_option, open_client, run_until_done
+from engine_core.cli.text import engine_defaults, open_model
 from engine_core.client import AsyncEngineClient, RequestOutput
 from engine_core.config import EngineConfig
 from engine_core.errors import RequestError
 from engine_core.protocol import LogprobsLists
 from executor.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from engine_core_smollm2.tokenizer import Tokenizer
+
 Deltas = asyncio.Queue["RequestOutput | Exception | None"]
 
 
 def add_arguments(parser: Parser) -> None:
     prompts = parser.add_argument_group("Prompts")
-    prompts.add_argument("token_ids", nargs="*", metavar="ID", help="token ids of one prompt")
+    prompts.add_argument("token_ids", nargs="*", metavar="ID", help="token ids (or the words) of one prompt")
     prompts.add_argument(
         "--prompt-file",
         metavar="FILE",
         help="prompts, one a line; - is standard input, the default without an ID",
     )
+    prompts.add_argument("--text", action="store_true", help="prompts and outputs are text")
     prompts.add_argument("--json", action="store_true", help="an object for each prompt, with why it ended")
     sampling = parser.add_argument_group("Sampling")
     sampling.add_argument(
@@ -62,7 +67,10 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
-    prompts = _prompts(parser, args)
+    tokenizer = open_model(parser, args)[1] if args.text else None
+    prompts = _prompts(parser, args, tokenizer)
+    if tokenizer is not None and args.eos_token_id is None:
+        args.eos_token_id = tokenizer.eos_token_id
     stops = [*(args.stop_token_ids or ()), *(() if args.eos_token_id is None else (args.eos_token_id,))]
     params = SamplingParams(
         max_tokens=args.max_tokens,
@@ -76,15 +84,18 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         all_stop_token_ids=stops,
         logprobs=args.logprobs,
     )
-    config = engine_config(parser, args)
-    return run_until_done(_generate(args, config, prompts, params))
+    config = engine_config(parser, args, **(engine_defaults() if args.text else {}))
+    return run_until_done(_generate(args, config, prompts, params, tokenizer))
 
 
 async def _generate(
-    args: argparse.Namespace, config: EngineConfig, prompts: list[list[int]], params: SamplingParams
+    args: argparse.Namespace,
+    config: EngineConfig,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
 ) -> int:
     status = 0
-    show = _show_json if args.json else _show_ids
     async with open_client(args.connect, config, args.log_level) as client:
         # All are sent at once, and printed in their order, each as it comes when its turn has come.
         queues: list[Deltas] = [asyncio.Queue() for _ in prompts]
@@ -94,7 +105,12 @@ async def _generate(
         ]
         try:
             for index, queue in enumerate(queues):
-                error = await show(index, queue)
+                if args.json:
+                    error = await _show_json(index, queue, tokenizer)
+                elif tokenizer is not None:
+                    error = await _show_text(queue, tokenizer)
+                else:
+                    error = await _show_ids(queue)
                 if error is not None:
                     say(f"engine-core generate: prompt {index + 1}: {describe(error)}")
                     status = 1
@@ -125,7 +141,7 @@ async def _deltas(queue: Deltas) -> AsyncIterator[RequestOutput]:
         yield item
 
 
-async def _show_ids(index: int, queue: Deltas) -> RequestError | None:
+async def _show_ids(queue: Deltas) -> RequestError | None:
     """Prints the ids of one output on one line, each when it is there."""
     separator = ""
     error = None
@@ -140,7 +156,22 @@ async def _show_ids(index: int, queue: Deltas) -> RequestError | None:
     return error
 
 
-async def _show_json(index: int, queue: Deltas) -> RequestError | None:
+async def _show_text(queue: Deltas, tokenizer: Tokenizer) -> RequestError | None:
+    """Prints one output as it comes."""
+    from engine_core_smollm2.tokenizer import TextStream
+
+    text = TextStream(tokenizer)
+    error = None
+    try:
+        async for output in _deltas(queue):
+            print("".join(map(text.add, output.new_token_ids)), end="", flush=True)
+    except RequestError as refusal:
+        error = refusal
+    print(text.end(), flush=True)
+    return error
+
+
+async def _show_json(index: int, queue: Deltas, tokenizer: Tokenizer | None) -> RequestError | None:
     """Prints one output as an object on one line, when it is complete."""
     shown: dict[str, Any] = {"prompt": index, "token_ids": [], "finish_reason": None, "stop_reason": None}
     error = None
@@ -160,6 +191,8 @@ async def _show_json(index: int, queue: Deltas) -> RequestError | None:
         shown["error"] = {"code": refusal.code, "message": refusal.message}
     if logprobs:
         shown["logprobs"] = logprobs
+    if tokenizer is not None:
+        shown["text"] = tokenizer.decode(shown["token_ids"])
     print(msgspec.json.encode(shown).decode(), flush=True)
     return error
 
@@ -175,11 +208,12 @@ def _lines(logprobs: LogprobsLists) -> list[dict[str, Any]]:
     return [{"rank": rank, "token_ids": ids, "logprobs": values} for ids, values, rank in rows]
 
 
-def _prompts(parser: Parser, args: argparse.Namespace) -> list[list[int]]:
+def _prompts(parser: Parser, args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[list[int]]:
     if args.token_ids and args.prompt_file:
         parser.error("give token ids or --prompt-file, not both")
     if args.token_ids:
-        return [_ids(parser, " ".join(args.token_ids), "argument ID")]
+        words = " ".join(args.token_ids)
+        return [tokenizer.encode(words) if tokenizer is not None else _ids(parser, words, "argument ID")]
     if args.prompt_file in (None, "-"):
         if sys.stdin.isatty():
             parser.error("a prompt is missing: token ids, --prompt-file or standard input")
@@ -187,7 +221,9 @@ def _prompts(parser: Parser, args: argparse.Namespace) -> list[list[int]]:
     else:
         name, lines = args.prompt_file, Path(args.prompt_file).read_text().splitlines()
     prompts = [
-        _ids(parser, line, f"{name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
+        tokenizer.encode(line) if tokenizer is not None else _ids(parser, line, f"{name}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
     ]
     if not prompts:
         parser.error(f"{name} holds no prompt")
