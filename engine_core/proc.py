@@ -26,11 +26,12 @@ from engine_core.config import EngineConfig
 from engine_core.core import EngineCore
 from engine_core.dispatch import Dispatcher
 from engine_core.handshake import FrontEnd, FrontEndDialog, check_addresses
+from engine_core.lab.recorder import DecisionRecorder, start_recorder
 from engine_core.lobby import ClientJoined, ClientLeft, Event, Lobby, StopAsked
 from engine_core.protocol import EngineAddresses, ReadyResponse
 from engine_core.sockets import ClientSockets, Context, CoordinatorSockets, Socket, connect_front_end
 from engine_core.stopping import StopNow, StopSignals
-from executor.base import make_executor
+from executor.base import EngineCapacity, make_executor
 from executor.errors import ExecutorError
 from transport.clock import SYSTEM_CLOCK, Clock
 
@@ -307,17 +308,25 @@ def _start(
             dialog = stack.enter_context(FrontEndDialog(context, front_end))
             addresses = dialog.join().addresses
 
+    engine_index = front_end.engine_index if front_end is not None else 0
     executor = make_executor(config.executor_config())
     stack.callback(executor.shutdown)
+
+    def make_recorder(capacity: EngineCapacity) -> DecisionRecorder:
+        recorder = start_recorder(config, capacity, engine_index, clock)
+        stack.callback(recorder.close)
+        return recorder
+
     core = EngineCore(
         config,
         executor,
         clock,
         take_aborts=lambda: proc.take_aborts(),
         track_finished=addresses is not None and addresses.coordinator_output is not None,
+        make_observer=make_recorder if config.record else None,
     )
     executor.set_failure_callback(inbox.put)
-    dispatcher = Dispatcher(core, front_end.engine_index if front_end is not None else 0, clock)
+    dispatcher = Dispatcher(core, engine_index, clock)
     proc = EngineCoreProc(config, core, dispatcher, inbox, signals, clock)
     stack.callback(proc.close)
 

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections import deque
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -25,7 +26,9 @@ from engine_core.lab.record import Entry, Header, RecordWriter
 from engine_core.protocol import FinishReason
 from engine_core.request import Request
 from engine_core.scheduler.scheduler import PauseState, Scheduler
+from executor.base import EngineCapacity
 from executor.step import Int32s, ModelRunnerOutput, SchedulerOutput
+from transport.clock import Clock
 
 logger = logging.getLogger("engine_core")
 
@@ -196,11 +199,16 @@ class DecisionRecorder:
         return item
 
 
-def start_recorder(config: EngineConfig, header: Header, engine_index: int) -> DecisionRecorder:
+def start_recorder(
+    config: EngineConfig, capacity: EngineCapacity, engine_index: int, clock: Clock
+) -> DecisionRecorder:
     """The recorder that `config` asks for; engines beyond the first have a number in their file's name.
 
     Raises `ConfigError` if the file cannot be written.
     """
+    header = Header(
+        engine_version=version("engine-core"), started=clock.time(), config=config, capacity=capacity
+    )
     path = f"{config.record}.engine-{engine_index}" if engine_index else config.record
     try:
         return DecisionRecorder(path, header, config.record_part_mb << 20, config.record_parts)
