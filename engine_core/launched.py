@@ -15,7 +15,7 @@ import sys
 from engine_core.config import EngineConfig
 from engine_core.errors import ProtocolError
 from engine_core.lobby_protocol import MAX_MESSAGE_BYTES, Ended, Launch, MessageReader, frame
-from engine_core.proc import first_cause, run_engine
+from engine_core.proc import Serving, first_cause, run_engine
 from executor.errors import ExecutorError
 
 LAUNCH_TIMEOUT_S = 30.0
@@ -33,17 +33,20 @@ def main() -> int:
     logging.basicConfig(
         level=launch.log_level, format="%(levelname).1s %(asctime)s %(process)d %(name)s: %(message)s"
     )
+    serving: list[Serving] = []
     try:
         config = EngineConfig.from_msgpack(launch.config)
-        return run_engine(config, lobby_address=launch.lobby, launcher=launcher)
+        return run_engine(config, lobby_address=launch.lobby, launcher=launcher, on_serving=serving.append)
     except Exception as error:
         # The lobby has told the launcher, unless there was none yet.
         with contextlib.suppress(OSError):
             launcher.sendall(frame(Ended(first_cause(error), crashed=True)))
+        # Why a start fails is for the launcher to say, once.
+        level = logging.ERROR if serving else logging.DEBUG
         if isinstance(error, ExecutorError):
-            logging.getLogger("engine_core").error("the engine failed: %s", error.report())
+            logging.getLogger("engine_core").log(level, "the engine failed: %s", error.report())
         else:
-            logging.getLogger("engine_core").exception("the engine failed")
+            logging.getLogger("engine_core").log(level, "the engine failed", exc_info=True)
         return 1
 
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": "talk to SmolLM2 or another GGUF file in the terminal",
     "generate": "token ids in, token ids out",
     "replay": "send recorded traffic and report how it was served",
+    "replay-decisions": "run the scheduler on a recorded engine's inputs and compare its decisions",
     "simulate": "serve recorded or generated traffic in virtual time",
     "export-model-dir": "write the directory of a GGUF file that a front end wants",
 }
@@ -62,9 +63,12 @@ def run_command(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
+        more = ""
         if args.log_level == "debug":
             logging.getLogger("engine_core").exception("%s failed", parser.prog)
-        say(f"{parser.prog}: {describe(error)}")
+        elif len(str(error).splitlines()) > 1:
+            more = " (--debug shows more)"
+        say(f"{parser.prog}: {describe(error)}{more}")
         return 1
 
 

@@ -150,6 +150,14 @@ def test_an_option_that_the_worker_does_not_know_is_named(run_cli: RunCli) -> No
     assert "frobnicate" in _serve_fails(run_cli, "--worker-option", "frobnicate=1")
 
 
+def test_a_worker_that_fails_to_start_is_one_line_for_the_launcher(run_cli: RunCli) -> None:
+    result = run_cli("generate", 1, "--worker-cls", "no_such_module:Worker")
+    assert result.returncode == 1 and result.stdout == ""
+    assert "no_such_module" in result.stderr and result.stderr.count("\n") == 1
+    result = run_cli("generate", 1, "--worker-cls", "no_such_module:Worker", "--debug")
+    assert "Traceback" in result.stderr and "resolve_worker_cls" in result.stderr
+
+
 def test_an_address_without_an_engine_is_named(run_cli: RunCli) -> None:
     result = run_cli("generate", 1, "--connect", "ipc://@engine-core-nowhere")
     assert result.returncode == 1 and result.stdout == ""

@@ -79,7 +79,7 @@ def test_an_interrupt_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_failure_is_one_line_unless_debugging(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(RuntimeError("rank 1 has died\nits last words")) == 1
-    assert capsys.readouterr().err == "test: rank 1 has died\n"
+    assert capsys.readouterr().err == "test: rank 1 has died (--debug shows more)\n"
     assert _run(RuntimeError("rank 1 has died"), "--log-level", "debug") == 1
     assert "Traceback" in capsys.readouterr().err
 
