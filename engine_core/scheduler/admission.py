@@ -35,6 +35,8 @@ class Admission:
     ) -> None:
         self.queue = make_queue(config.scheduling_policy)
         self.deferred: set[Request] = set()  # those that the last scans passed over
+        self.allowed: frozenset[str] | None = None  # ids of who may run; None: everybody
+        self.interrupted: set[Request] = set()  # ran when the workers were replaced, and wait since
         self.queued_tokens = 0  # prompt tokens of requests without output, running ones included
         self._config = config
         self._max_model_len = max_model_len
@@ -66,6 +68,7 @@ class Admission:
         """A waiting request ends."""
         self.queue.remove(request)
         self.deferred.discard(request)
+        self.interrupted.discard(request)
 
     def prefilled(self, request: Request) -> None:
         """A request's first output is there, or it ends without one."""
@@ -79,7 +82,7 @@ class Admission:
             self._kv.max_tokens + 1,  # the last token needs no KV
         )
 
-    def admit(self, rules: StepRules, budget: int) -> Admitted:
+    def admit(self, rules: StepRules, budget: int, only_interrupted: bool = False) -> Admitted:
         """Let waiting requests run while `budget` tokens, seats and blocks last."""
         config, queue, batch, kv = self._config, self.queue, self._batch, self._kv
         admitted = Admitted()
@@ -88,7 +91,9 @@ class Admission:
         loras = {r.lora.int_id for r in batch.requests if r.lora is not None} if self._max_loras else set()
         while budget > 0 and len(queue) and len(batch) < self._max_running:
             request = queue.peek()
-            if self._must_pass_over(request, loras):
+            if self._must_pass_over(request, loras) or (
+                only_interrupted and request not in self.interrupted
+            ):
                 passed_over.append(queue.pop())
                 self.deferred.add(request)
                 continue
@@ -116,6 +121,7 @@ class Admission:
 
             queue.pop()
             self.deferred.discard(request)
+            self.interrupted.discard(request)
             if config.log_stats:
                 request.record_event(EventType.SCHEDULED, now)
             self._enter_batch(request, computed)
@@ -133,6 +139,8 @@ class Admission:
         """Whether others may overtake a request: `loras` are the adapters of who runs."""
         if request.num_stale_tokens and not request.drop_stale_output:
             return True  # what is in flight of it will be delivered; it must not be sampled again
+        if self.allowed is not None and request.request_id not in self.allowed:
+            return True
         lora = request.lora
         return lora is not None and lora.int_id not in loras and len(loras) >= self._max_loras
 

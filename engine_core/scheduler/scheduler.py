@@ -167,8 +167,10 @@ class Scheduler:
 
         admitted = Admitted()
         if not grants.preempted and self.pause_state is not PauseState.PAUSED_ALL:
-            if self.pause_state is PauseState.UNPAUSED:
-                admitted = self.admission.admit(rules, rules.budget - int(grants.counts.sum()))
+            is_paused = self.pause_state is PauseState.PAUSED_NEW
+            if not is_paused or self.admission.interrupted:
+                budget = rules.budget - int(grants.counts.sum())
+                admitted = self.admission.admit(rules, budget, only_interrupted=is_paused)
             if not rules.defer_prefills:
                 self._capacity_bound = len(self.waiting) > len(self.admission.deferred)
 
@@ -299,7 +301,7 @@ class Scheduler:
         if self.pause_state is PauseState.PAUSED_ALL:
             return 0
         if self.pause_state is PauseState.PAUSED_NEW:
-            return len(self.batch)
+            return len(self.batch) + len(self.admission.interrupted)
         return len(self.batch) + len(self.waiting)
 
     def has_unfinished_requests(self) -> bool:
@@ -337,16 +339,42 @@ class Scheduler:
 
     def restart(self) -> None:
         """The workers were replaced: no step is in flight, no KV is left. All requests are computed anew,
-        in order.
+        in order; a pause does not keep those that ran from running again.
 
         Tokens that clients have seen stay as they are.
         """
         self.batch.in_flight.clear()
+        self.admission.interrupted.update(self.batch.requests)
         for request in self.waiting:
             request.num_stale_tokens = 0
         self.reset_prefix_cache(reset_running=True)
         self._finished_slots.clear()  # the new workers know of nobody
         self._preempted_slots.clear()
+
+    def allow_only(self, request_ids: Iterable[str] | None) -> None:
+        """Nobody but these requests runs from now on, whatever else; None: everybody may."""
+        allowed = self.admission.allowed = None if request_ids is None else frozenset(request_ids)
+        if allowed is not None:
+            now = self.clock.monotonic()
+            for row in range(len(self.batch) - 1, -1, -1):
+                if self.batch.requests[row].request_id not in allowed:
+                    self._preempt(row, now)
+
+    def requests_of_step(self, step_id: int) -> list[Request]:
+        """The live requests of a step in flight, in its order."""
+        for step in self.batch.in_flight:
+            if step.step_id == step_id:
+                return [request for request in step.requests if request.status is not Status.FINISHED]
+        return []
+
+    def known_tokens(self, request_ids: Iterable[str]) -> dict[str, int]:
+        """How many tokens, prompt and output, those of these requests have that live."""
+        live = {r.request_id: r for id_ in request_ids if (r := self.requests.get(id_)) is not None}
+        known = {request_id: request.num_known_tokens for request_id, request in live.items()}
+        for row, request in enumerate(self.batch.requests):
+            if request.request_id in live:
+                known[request.request_id] = self.batch.row(row).known
+        return known
 
     def check(self) -> list[str]:
         """What is wrong with the accounts, a sentence each; empty if nothing is. Linear in blocks and
@@ -365,6 +393,8 @@ class Scheduler:
                 problems.append(f"waiting request {request.request_id} holds {len(request.block_ids)} blocks")
         if not self.admission.deferred <= waiting:
             problems.append("a deferred request does not wait")
+        if not self.admission.interrupted <= waiting:
+            problems.append("a request that the replacement of workers interrupted does not wait")
         queued = sum(request.num_prompt_tokens for request in live if not request.prefilled)
         if queued != self.admission.queued_tokens:
             problems.append(f"{queued} prompt tokens are queued, counted as {self.admission.queued_tokens}")
