@@ -19,7 +19,7 @@ from executor.sampling_params import SamplingParams
 from executor.step import Int32s, LoRARequest, PromptLogprobs
 
 if TYPE_CHECKING:
-    from engine_core.kv_cache.hashing import BlockHasher
+    from engine_core.kv_cache.hashing import BlockHasher, PrefixHash
 
 
 class Status(enum.IntEnum):
@@ -56,6 +56,7 @@ class Request:
         "output",
         "params",
         "prefilled",
+        "prefix_hash",
         "priority",
         "prompt",
         "prompt_logprobs",
@@ -119,6 +120,7 @@ class Request:
         self.block_ids: list[int] = []
         self.num_named_blocks = 0  # blocks at the front of block_ids that others may share
         self.block_hashes: list[bytes] = []
+        self.prefix_hash: PrefixHash | None = None  # of the tokens in those blocks, to go on from
         # Tokens of steps that were in flight when the request was preempted, and whether what those steps
         # sample is dropped. While they are in flight the request does not run again, unless it is dropped.
         self.num_stale_tokens = 0
@@ -167,14 +169,30 @@ class Request:
         return np.concatenate((self.prompt, self.output_tokens()))
 
     def extend_hashes(self, hasher: BlockHasher) -> None:
-        """Hash the full blocks of known tokens that have no hash yet. Not for a running request."""
-        hashes = self.block_hashes
-        done = len(hashes) * hasher.block_size
-        if self.num_known_tokens < done + hasher.block_size:
-            return
-        parent = hashes[-1] if hashes else hasher.root(self.cache_salt, self.lora)
-        tokens = self.prompt if not self.output else self.known_tokens()
-        hashes.extend(hasher.chain(parent, tokens[done:]))
+        """Name the full blocks of known tokens that have no name yet. Not for a running request."""
+        size, named = hasher.block_size, len(self.block_hashes)
+        full = self.num_known_tokens // size
+        if full > named:
+            prefix = self._prefix_hash(hasher)
+            tokens = self.known_tokens()[named * size : full * size]
+            self.block_hashes += hasher.extend(prefix, tokens.tobytes())
+
+    def add_block_hash(self, hasher: BlockHasher, block: bytes) -> None:
+        """Name the block that a running request has filled, and filed: the int32 tokens `block`."""
+        self.block_hashes += hasher.extend(self._prefix_hash(hasher), block)
+
+    def _prefix_hash(self, hasher: BlockHasher) -> PrefixHash:
+        """The hash of all tokens that are in named blocks."""
+        prefix = getattr(self, "prefix_hash", None)  # a request that is restored from data has none
+        if prefix is None:
+            prefix = self.prefix_hash = self._start_hash(hasher)
+        return prefix
+
+    def _start_hash(self, hasher: BlockHasher) -> PrefixHash:
+        prefix = hasher.start(self.cache_salt, self.lora)
+        if self.block_hashes:
+            prefix.update(self.known_tokens()[: len(self.block_hashes) * hasher.block_size].tobytes())
+        return prefix
 
     def record_event(self, type_: EventType, timestamp: float) -> None:
         event = EngineCoreEvent(type_, timestamp)

@@ -15,6 +15,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine_core.kv_events import KVEventRecorder
 
 NULL_BLOCK = 0
 
@@ -26,11 +30,12 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._blank = list(range(num_blocks - 1, 0, -1))  # a stack; its end is given out next
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._hash: list[bytes | None] = [None] * num_blocks
-        self._holders = [0] * num_blocks  # requests that hold a block; kept for named blocks only
+        self._name: list[bytes | None] = [None] * num_blocks
+        self._shared: dict[int, int] = {}  # number of holders, where there is more than one
         # Equal content computed twice has two blocks of one name; the one named first is found first.
         self._by_hash: dict[bytes, int | dict[int, None]] = {}
         self._owner: list[str | None] = [None] * num_blocks  # request that a block was last allocated for
+        self.events: KVEventRecorder | None = None  # hears of contents that are gone
 
     @property
     def num_free(self) -> int:
@@ -42,34 +47,46 @@ class BlockPool:
         usable = self.num_blocks - 1
         return 1.0 - self.num_free / usable if usable else 0.0
 
-    def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
-        """Blocks that hold the content of the first of `hashes`, without a gap, at most `limit`."""
+    @property
+    def num_cached(self) -> int:
+        """Contents that a prefix can hit, in blocks that are free or held."""
+        return len(self._by_hash)
+
+    def has(self, name: bytes) -> bool:
+        """Whether a block holds the content of this name."""
+        return name in self._by_hash
+
+    def find(self, names: Sequence[bytes], limit: int) -> list[int]:
+        """Blocks that hold the content of the first of `names`, without a gap, at most `limit`."""
         found: list[int] = []
         get = self._by_hash.get
-        for name in hashes[:limit]:
+        for name in names[:limit]:
             block = get(name)
             if block is None:
                 break
             found.append(block if isinstance(block, int) else next(iter(block)))
         return found
 
+    def has(self, name: bytes) -> bool:
+        """Whether a block holds the content of this name."""
+        return name in self._by_hash
+
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of these named blocks are free: taking them over uses up free blocks."""
-        holders = self._holders
-        return sum(1 for block in blocks if not holders[block])
+        cached = self._cached
+        return sum(1 for block in blocks if block in cached)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """One more request holds these named blocks."""
-        holders = self._holders
+        cached, shared = self._cached, self._shared
         for block in blocks:
-            if not holders[block]:
-                del self._cached[block]
-            holders[block] += 1
+            if block in cached:
+                del cached[block]
+            else:
+                shared[block] = shared.get(block, 1) + 1
 
     def allocate(self, count: int, owner: str) -> list[int]:
-        """Take `count` free blocks; the caller has checked `num_free`. Cached content given out is
-        forgotten.
-        """
+        """Take `count` free blocks; the caller has checked `num_free`. Cached content given out is lost."""
         blank = self._blank
         if count == 1 and blank:
             block = blank.pop()
@@ -87,12 +104,15 @@ class BlockPool:
             owners[block] = owner
         return taken
 
-    def name(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Content of these held blocks is complete and may be shared from now on."""
-        by_hash, names, holders = self._by_hash, self._hash, self._holders
-        for block, name in zip(blocks, hashes, strict=True):
-            names[block] = name
-            holders[block] = 1
+    def name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """Content of these blocks, each held by one request, is complete and may be shared from now on."""
+        by_hash, name_of = self._by_hash, self._name
+        for block, name in zip(blocks, names, strict=True):
+            name_of[block] = name
+        if by_hash.keys().isdisjoint(names):
+            by_hash.update(zip(names, blocks, strict=True))
+            return
+        for block, name in zip(blocks, names, strict=True):
             twin = by_hash.setdefault(name, block)
             if twin is not block:
                 if isinstance(twin, int):
@@ -103,8 +123,7 @@ class BlockPool:
     def unname(self, blocks: Iterable[int]) -> None:
         """These blocks, each held by one request, were named too early: nobody may find them."""
         for block in blocks:
-            assert self._holders[block] == 1, f"block {block} has {self._holders[block]} holders"
-            self._holders[block] = 0
+            assert block not in self._shared, f"block {block} has {self._shared[block]} holders"
             self._forget(block)
 
     def release(self, blocks: Sequence[int], num_named: int) -> None:
@@ -113,11 +132,19 @@ class BlockPool:
         Its tail is given out first: a prefix is worth more to others than what follows it.
         """
         self._blank.extend(blocks[num_named:])
-        holders, cached = self._holders, self._cached
-        for block in blocks[num_named - 1 :: -1] if num_named else ():
-            holders[block] -= 1
-            if not holders[block]:
-                cached[block] = None
+        if not num_named:
+            return
+        named, shared = blocks[num_named - 1 :: -1], self._shared
+        if shared:
+            mine = []
+            for block in named:
+                holders = shared.pop(block, 1)
+                if holders == 1:
+                    mine.append(block)
+                elif holders > 2:
+                    shared[block] = holders - 1
+            named = mine
+        self._cached.update(dict.fromkeys(named))
 
     def forget_all(self) -> bool:
         """Drop all cached content. False, and nothing is done, while any block is held."""
@@ -126,20 +153,23 @@ class BlockPool:
         self._blank = [*reversed(self._cached), *self._blank]  # the order of giving out stays
         self._cached.clear()
         self._by_hash.clear()
-        self._hash = [None] * self.num_blocks
+        self._name = [None] * self.num_blocks
+        if self.events is not None:
+            self.events.cleared()
         return True
 
     def _forget(self, block: int) -> None:
-        name = self._hash[block]
+        name = self._name[block]
         assert name is not None
-        self._hash[block] = None
+        self._name[block] = None
         twins = self._by_hash[name]
-        if isinstance(twins, int):
-            del self._by_hash[name]
-        else:
+        if not isinstance(twins, int):
             del twins[block]
-            if not twins:
-                del self._by_hash[name]
+            if twins:
+                return
+        del self._by_hash[name]
+        if self.events is not None:
+            self.events.removed(name)
 
     def check(self, tables: Iterable[tuple[str, Sequence[int], int]]) -> list[str]:
         """What is wrong with the accounts, a sentence each; empty if nothing is.
@@ -151,7 +181,7 @@ class BlockPool:
         for request_id, blocks, num_named in tables:
             for index, block in enumerate(blocks):
                 held.setdefault(block, []).append(request_id)
-                if (self._hash[block] is not None) != (index < num_named):
+                if (self._name[block] is not None) != (index < num_named):
                     state = "has no name" if index < num_named else "has a name"
                     problems.append(f"block {block}, number {index} of request {request_id}, {state}")
         free = self._blank + list(self._cached)
@@ -162,26 +192,29 @@ class BlockPool:
         for block in held.keys() & set(free):
             problems.append(f"block {block} is free but held by {', '.join(held[block])}")
         for block, requests in held.items():
-            named = self._hash[block] is not None
+            named = self._name[block] is not None
             if len(requests) > 1 and not named:
                 problems.append(f"block {block} has no name but several holders: {', '.join(requests)}")
-            if named and self._holders[block] != len(requests):
+            count = self._shared.get(block, 1)
+            if named and count != len(requests):
                 problems.append(
-                    f"block {block} counts {self._holders[block]} holders, but has {', '.join(requests)}"
+                    f"block {block} counts {count} holders, but has {len(requests)}: {', '.join(requests)}"
                 )
         for block in set(range(1, self.num_blocks)) - set(free) - held.keys():
             problems.append(f"block {block} leaked: neither free nor held, last owner {self._owner[block]}")
+        for block in self._shared.keys() - held.keys():
+            problems.append(f"block {block} counts {self._shared[block]} holders, but has none")
         for block in self._blank:
-            if self._hash[block] is not None:
+            if self._name[block] is not None:
                 problems.append(f"block {block} is blank but has a name")
         for block in self._cached:
-            if self._hash[block] is None:
+            if self._name[block] is None:
                 problems.append(f"block {block} is cached but has no name")
         for name, twins in self._by_hash.items():
             for block in (twins,) if isinstance(twins, int) else tuple(twins):
-                if self._hash[block] != name:
+                if self._name[block] != name:
                     problems.append(f"block {block} is found under a name that is not its own")
-        named_total = sum(1 for name in self._hash if name is not None)
+        named_total = sum(1 for name in self._name if name is not None)
         found_total = sum(1 if isinstance(t, int) else len(t) for t in self._by_hash.values())
         if named_total != found_total:
             problems.append(f"{named_total} blocks have names, {found_total} can be found")

@@ -1,70 +1,62 @@
 """Names for full KV blocks, so that equal prefixes find each other.
 
-A block's hash covers its tokens and, through its parent's hash, everything before them; the first block's
-parent covers what else the KV depends on (LoRA adapter, cache salt). Equal hashes therefore mean equal KV,
-and requests with different salts or adapters never share a block.
+A block's name is the hash of all that its KV depends on: every token up to its end, the LoRA adapter and
+the cache salt. Equal names therefore mean equal KV, and requests with different salts or adapters never
+share a block.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
-from typing import Any
+import struct
+from typing import Any, Protocol
 
 import msgspec
 
-from executor.step import Int32s, LoRARequest
+from executor.step import LoRARequest
 
-Digest = Callable[[bytes], Any]  # a hashlib-style constructor
+
+class PrefixHash(Protocol):
+    """A hash of what came so far, as hashlib makes them."""
+
+    def update(self, data: bytes, /) -> None: ...
+    def digest(self) -> bytes: ...
 
 
 class BlockHasher:
-    """Chained hashes of the full blocks of token sequences. Has no state; any thread may use it."""
+    """Names blocks of `block_size` tokens. Has no state; any thread may use it."""
 
     def __init__(self, block_size: int, algo: str = "sha256") -> None:
-        """`algo` is "sha256", or "xxhash" (128 bits, three times as fast, needs the xxhash package).
+        """`algo` is "sha256", or "xxhash" (128 bits, faster; needs the xxhash package).
 
-        xxhash is not collision resistant, so its chain starts from a secret of this process: nobody outside
-        can prepare two prompts whose blocks collide.
+        xxhash is not collision resistant, so its names depend on a secret of this process: nobody outside can
+        prepare two prompts whose blocks collide.
         """
         self.block_size = block_size
-        self._digest: Digest
+        self._new: Any  # makes a PrefixHash
+        fixed = os.environ.get("PYTHONHASHSEED", "").encode()
         if algo == "sha256":
-            self._digest = hashlib.sha256
-            seed = os.environ.get("PYTHONHASHSEED", "").encode()
+            self._new, secret = hashlib.sha256, fixed
         elif algo == "xxhash":
             import xxhash
 
-            self._digest = xxhash.xxh3_128
-            seed = os.environ.get("PYTHONHASHSEED", "").encode() or os.urandom(32)
+            self._new, secret = xxhash.xxh3_128, fixed or os.urandom(32)
         else:
             raise ValueError(f"unknown block hash {algo!r}; there are sha256 and xxhash")
-        self._root: bytes = self._digest(b"engine-core" + seed).digest()
+        self._root: bytes = self._new(b"engine-core" + secret).digest()
+        self._blocks = struct.Struct(f"{4 * block_size}s")
 
-    def root(self, cache_salt: str | None, lora: LoRARequest | None) -> bytes:
-        """The parent of a request's first block."""
-        if not cache_salt and lora is None:
-            return self._root
-        extras = (cache_salt or None, (lora.name, lora.path) if lora is not None else None)
-        digest: bytes = self._digest(self._root + msgspec.msgpack.encode(extras)).digest()
-        return digest
+    def start(self, cache_salt: str | None, lora: LoRARequest | None) -> PrefixHash:
+        """The hash before a request's first token."""
+        root = self._root
+        if cache_salt or lora is not None:
+            extras = (cache_salt or None, (lora.name, lora.path) if lora is not None else None)
+            root = self._new(root + msgspec.msgpack.encode(extras)).digest()
+        prefix: PrefixHash = self._new(root)
+        return prefix
 
-    def chain(self, parent: bytes, tokens: Int32s | bytes) -> list[bytes]:
-        """Hashes of the full blocks in `tokens` (int32, or its bytes), which follow the block named
-        `parent`.
-        """
-        data = tokens if isinstance(tokens, bytes) else tokens.tobytes()
-        width = 4 * self.block_size
-        digest = self._digest
-        hashes: list[bytes] = []
-        append = hashes.append
-        for start in range(0, len(data) - width + 1, width):
-            parent = digest(parent + data[start : start + width]).digest()
-            append(parent)
-        return hashes
-
-    def one(self, parent: bytes, block: bytes) -> bytes:
-        """Hash of the block with the int32 tokens `block`."""
-        digest: bytes = self._digest(parent + block).digest()
-        return digest
+    def extend(self, prefix: PrefixHash, blocks: bytes) -> list[bytes]:
+        """Names of the full blocks with the int32 tokens `blocks`, which follow what `prefix` has seen."""
+        update, digest = prefix.update, prefix.digest
+        return [digest() for (block,) in self._blocks.iter_unpack(blocks) if update(block) is None]

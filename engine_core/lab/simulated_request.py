@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine_core.kv_cache.hashing import BlockHasher
+from engine_core.kv_cache.hashing import BlockHasher, PrefixHash
 from engine_core.lab.load import block_names
 from engine_core.replay.traces import TraceRequest
 from engine_core.request import Request
@@ -37,3 +37,10 @@ class SimulatedRequest(Request):
         if not self.block_hashes:
             self.block_hashes = block_names(self.source, hasher.block_size)
         super().extend_hashes(hasher)  # of sampled tokens, after a preemption
+
+    def _start_hash(self, hasher: BlockHasher) -> PrefixHash:
+        """From the trace's name of the prompt: there are no tokens to go on from."""
+        prefix = hasher.start(None, None)
+        if self.block_hashes:
+            prefix.update(self.block_hashes[-1])
+        return prefix

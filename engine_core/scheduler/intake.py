@@ -165,12 +165,8 @@ class Intake:
     def _file_block(self, row: int, known: int) -> None:
         """The row's token number `known` filled a block."""
         block = self._batch.full_block(row, known)
-        hasher = self._kv.hasher
-        if hasher is not None:
-            request = self._batch.requests[row]
-            hashes = request.block_hashes
-            parent = hashes[-1] if hashes else hasher.root(request.cache_salt, request.lora)
-            hashes.append(hasher.one(parent, block))
+        if self._kv.hasher is not None:
+            self._batch.requests[row].add_block_hash(self._kv.hasher, block)
 
     def _append_stale(
         self,

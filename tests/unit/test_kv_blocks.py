@@ -10,7 +10,9 @@ import pytest
 
 from engine_core.kv_cache.block_pool import BlockPool
 from engine_core.kv_cache.hashing import BlockHasher
-from executor.step import LoRARequest
+from engine_core.request import Request
+from executor.sampling_params import SamplingParams
+from executor.step import Int32s, LoRARequest
 
 TOKENS = np.arange(64, dtype=np.int32)
 
@@ -156,59 +158,81 @@ class TestCheckReports:
         blocks = pool.allocate(1, "a")
         pool.name(blocks, [b"x"])
         pool.hold(blocks)
-        assert pool.check([("a", blocks, 1)]) == ["block 1 counts 2 holders, but has a"]
+        assert pool.check([("a", blocks, 1)]) == ["block 1 counts 2 holders, but has 1: a"]
+
+
+def names(
+    hasher: BlockHasher, tokens: Int32s, cache_salt: str | None = None, lora: LoRARequest | None = None
+) -> list[bytes]:
+    return hasher.extend(hasher.start(cache_salt, lora), tokens.tobytes())
 
 
 @pytest.mark.parametrize("algo", ["sha256", "xxhash"])
-class TestHashes:
+class TestNames:
     def test_equal_prefixes_have_equal_names(self, algo: str) -> None:
         hasher = BlockHasher(16, algo)
-        root = hasher.root(None, None)
-        first = hasher.chain(root, TOKENS)
-        assert len(first) == 4
-        assert hasher.chain(root, TOKENS[:40]) == first[:2]
-        assert hasher.chain(first[1], TOKENS[32:]) == first[2:]
-        assert hasher.one(first[2], TOKENS[48:].tobytes()) == first[3]
+        all_ = names(hasher, TOKENS)
+        assert len(set(all_)) == 4
+        assert names(hasher, TOKENS[:32]) == all_[:2]
+
+    def test_it_does_not_matter_in_which_parts_the_blocks_come(self, algo: str) -> None:
+        hasher = BlockHasher(16, algo)
+        prefix = hasher.start(None, None)
+        first = hasher.extend(prefix, TOKENS[:48].tobytes())
+        assert first + hasher.extend(prefix, TOKENS[48:].tobytes()) == names(hasher, TOKENS)
 
     def test_a_difference_changes_all_names_behind_it(self, algo: str) -> None:
         hasher = BlockHasher(16, algo)
-        root = hasher.root(None, None)
         other = TOKENS.copy()
         other[20] = 999
-        a, b = hasher.chain(root, TOKENS), hasher.chain(root, other)
+        a, b = names(hasher, TOKENS), names(hasher, other)
         assert a[0] == b[0]
         assert not set(a[1:]) & set(b[1:])
 
     def test_salts_and_adapters_share_nothing(self, algo: str) -> None:
         hasher = BlockHasher(16, algo)
         lora = LoRARequest("name", 1, "/path")
-        roots = [
-            hasher.root(None, None),
-            hasher.root("salt", None),
-            hasher.root("other", None),
-            hasher.root(None, lora),
-            hasher.root("salt", lora),
-            hasher.root(None, LoRARequest("name", 1, "/other")),  # the name points to another adapter now
-            hasher.root(None, LoRARequest("other", 1, "/path")),
+        kinds: list[tuple[str | None, LoRARequest | None]] = [
+            (None, None),
+            ("salt", None),
+            ("other", None),
+            (None, lora),
+            ("salt", lora),
+            (None, LoRARequest("name", 1, "/other")),  # the name points to another adapter now
+            (None, LoRARequest("other", 1, "/path")),
         ]
-        names = [name for root in roots for name in hasher.chain(root, TOKENS)]
-        assert len(set(names)) == len(names)
+        found = [name for salt, adapter in kinds for name in names(hasher, TOKENS, salt, adapter)]
+        assert len(set(found)) == len(found)
 
     def test_an_adapters_number_does_not_matter(self, algo: str) -> None:
         hasher = BlockHasher(16, algo)
-        assert hasher.root(None, LoRARequest("n", 1, "/p")) == hasher.root(None, LoRARequest("n", 2, "/p"))
+        one, two = LoRARequest("n", 1, "/p"), LoRARequest("n", 2, "/p")
+        assert names(hasher, TOKENS, None, one) == names(hasher, TOKENS, None, two)
 
     def test_an_empty_salt_is_none(self, algo: str) -> None:
         hasher = BlockHasher(16, algo)
-        assert hasher.root("", None) == hasher.root(None, None)
+        assert names(hasher, TOKENS, "") == names(hasher, TOKENS)
+
+    def test_a_request_goes_on_where_its_names_end(self, algo: str) -> None:
+        """Also if it lost the hash to go on from."""
+        hasher = BlockHasher(16, algo)
+        for forget in (False, True):
+            request = Request("r", TOKENS[:40], SamplingParams(), cache_salt="s", block_hasher=hasher)
+            request.output += TOKENS[40:].tobytes()
+            if forget:
+                request.prefix_hash = None
+            request.extend_hashes(hasher)
+            assert request.block_hashes == names(hasher, TOKENS, "s")
 
 
-def test_sha256_names_are_the_same_in_every_process() -> None:
-    assert BlockHasher(16).root(None, None) == BlockHasher(16).root(None, None)
+def test_sha256_names_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    expected = "e9a6eef9"
+    assert names(BlockHasher(16), TOKENS)[0].hex()[:8] == expected
 
 
 def test_xxhash_names_start_from_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert BlockHasher(16, "xxhash").root(None, None) != BlockHasher(16, "xxhash").root(None, None)
+    assert names(BlockHasher(16, "xxhash"), TOKENS) != names(BlockHasher(16, "xxhash"), TOKENS)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    assert BlockHasher(16, "xxhash").root(None, None) == BlockHasher(16, "xxhash").root(None, None)
+    assert names(BlockHasher(16, "xxhash"), TOKENS) == names(BlockHasher(16, "xxhash"), TOKENS)
