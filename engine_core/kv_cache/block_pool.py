@@ -67,10 +67,6 @@ class BlockPool:
             found.append(block if isinstance(block, int) else next(iter(block)))
         return found
 
-    def has(self, name: bytes) -> bool:
-        """Whether a block holds the content of this name."""
-        return name in self._by_hash
-
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of these named blocks are free: taking them over uses up free blocks."""
         cached = self._cached

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from engine_core.counters import Counters
 from engine_core.kv_cache.block_pool import BlockPool
 from engine_core.kv_cache.hashing import BlockHasher
+from engine_core.kv_events import KVEventRecorder
 from engine_core.protocol import PrefixCacheStats
 from engine_core.request import Request
 
@@ -15,10 +17,19 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, hasher: BlockHasher | None, watermark: float = 0.0
+        self,
+        num_blocks: int,
+        block_size: int,
+        hasher: BlockHasher | None,
+        watermark: float = 0.0,
+        *,
+        counters: Counters | None = None,
+        events: KVEventRecorder | None = None,
     ) -> None:
         """`hasher` None switches prefix caching off. `watermark` is a share of `num_blocks`."""
         self.pool = BlockPool(num_blocks)
+        self.pool.events = events
+        self.counters = Counters() if counters is None else counters
         self.block_size = block_size
         self.hasher = hasher
         self.watermark_blocks = int(watermark * num_blocks)
@@ -79,6 +90,10 @@ class KVCacheManager:
             stats.requests += 1
             stats.queries += num_known
             stats.hits += hits
+            counters = self.counters
+            counters.prefix_requests += 1
+            counters.prefix_queries += num_known
+            counters.prefix_hits += hits
 
     def take_prefix_stats(self) -> PrefixCacheStats:
         """Counts since the last call."""
@@ -94,8 +109,22 @@ class KVCacheManager:
         first = request.num_named_blocks
         last = num_tokens // self.block_size
         if first < last:
+            if self.pool.events is not None:
+                self._announce(self.pool.events, request, first, last)
             self.pool.name(request.block_ids[first:last], request.block_hashes[first:last])
             request.num_named_blocks = last
+
+    def _announce(self, events: KVEventRecorder, request: Request, first: int, last: int) -> None:
+        """Blocks `first` to `last - 1` are about to be named: tell of each run of contents that are new."""
+        has, hashes = self.pool.has, request.block_hashes
+        start = first
+        for index in range(first, last):
+            if has(hashes[index]):
+                if start < index:
+                    events.stored(request, start, index)
+                start = index + 1
+        if start < last:
+            events.stored(request, start, last)
 
     def unname_blocks(self, request: Request, num_tokens: int) -> None:
         """Take back the names of blocks beyond the first `num_tokens` tokens: they will not be computed."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine_core.config import EngineConfig
+from engine_core.counters import Counters
 from engine_core.errors import RequestError
 from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.metrics import EngineMetrics
 from engine_core.protocol import EventType
 from engine_core.request import Request, Status
 from engine_core.scheduler.running import ALWAYS, CHECK, ONCE, RunningBatch
@@ -31,7 +33,14 @@ class Admission:
     """The waiting requests of one scheduler."""
 
     def __init__(
-        self, config: EngineConfig, max_model_len: int, batch: RunningBatch, kv: KVCacheManager, clock: Clock
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        batch: RunningBatch,
+        kv: KVCacheManager,
+        clock: Clock,
+        counters: Counters,
+        metrics: EngineMetrics | None,
     ) -> None:
         self.queue = make_queue(config.scheduling_policy)
         self.deferred: set[Request] = set()  # those that the last scans passed over
@@ -43,6 +52,8 @@ class Admission:
         self._batch = batch
         self._kv = kv
         self._clock = clock
+        self._counters = counters
+        self._metrics = metrics
         self._max_running = config.max_num_active_seqs or config.max_num_seqs
         self._max_loras = config.max_loras if config.enable_lora else 0
 
@@ -55,9 +66,11 @@ class Admission:
         config = self._config
         most = config.max_num_queued_reqs
         if most is not None and num_live >= most:
+            self._counters.refused_by_requests += 1
             raise _queue_full(request, f"the engine holds {num_live} requests of at most {most}")
         most = config.max_num_queued_tokens
         if most is not None and self.queued_tokens >= most:
+            self._counters.refused_by_tokens += 1
             raise _queue_full(request, f"{self.queued_tokens} prompt tokens are queued, the limit is {most}")
         self.queue.add(request)
         self.queued_tokens += request.num_prompt_tokens
@@ -87,7 +100,8 @@ class Admission:
         config, queue, batch, kv = self._config, self.queue, self._batch, self._kv
         admitted = Admitted()
         passed_over: list[Request] = []
-        now = self._clock.monotonic() if config.log_stats else 0.0
+        metrics = self._metrics
+        now = self._clock.monotonic() if config.log_stats or metrics is not None else 0.0
         loras = {r.lora.int_id for r in batch.requests if r.lora is not None} if self._max_loras else set()
         while budget > 0 and len(queue) and len(batch) < self._max_running:
             request = queue.peek()
@@ -125,6 +139,8 @@ class Admission:
             if config.log_stats:
                 request.record_event(EventType.SCHEDULED, now)
             self._enter_batch(request, computed)
+            if metrics is not None:
+                metrics.scheduled(request, now)
             admitted.requests.append(_in_full(request, computed))
             admitted.counts.append(count)
             admitted.prefills |= prefill

@@ -7,7 +7,9 @@ from itertools import compress
 
 import numpy as np
 
+from engine_core.counters import Counters
 from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.metrics import EngineMetrics
 from engine_core.protocol import EngineCoreOutput
 from engine_core.request import Request, Status
 from engine_core.scheduler.admission import Admission
@@ -21,6 +23,7 @@ from engine_core.scheduler.running import ALWAYS, CARE, KNOWN, LIMIT, ONCE, InFl
 from engine_core.scheduler.running_phase import name_blocks
 from engine_core.scheduler.stopping import Stop, check_stop, repetition_window
 from executor.step import Int32s, ModelRunnerOutput
+from transport.clock import Clock
 
 
 class Intake:
@@ -39,6 +42,9 @@ class Intake:
         admission: Admission,
         is_async: bool,
         end: Callable[[Request, int | None], None],
+        clock: Clock,
+        counters: Counters,
+        metrics: EngineMetrics | None,
     ) -> None:
         """`end(request, slot)` is called for a request that ends; the slot is what it had in the batch, if
         any.
@@ -48,6 +54,9 @@ class Intake:
         self._admission = admission
         self._is_async = is_async
         self._end = end
+        self._clock = clock
+        self._counters = counters
+        self._metrics = metrics
 
     def take_in(self, record: InFlightStep, output: ModelRunnerOutput, collector: OutputCollector) -> None:
         """Raises ValueError if `output` does not have a row for each of the step's."""
@@ -94,6 +103,9 @@ class Intake:
         batch, kv = self._batch, self._kv
         c = batch.columns()
         row_of = _identity if isinstance(rows, slice) else rows.tolist().__getitem__
+        self._counters.generation_tokens += len(requests)
+        if self._metrics is not None:
+            self._time_tokens(self._metrics, requests, c.slot[rows], c.care[rows])
         known = c.known[rows] + 1
         position = (known - 1) % batch.block_size
         batch.tail[c.slot[rows], position] = tokens
@@ -127,6 +139,20 @@ class Intake:
             for request, slot in gone:
                 self._end(request, slot)
 
+    def _time_tokens(
+        self, metrics: EngineMetrics, requests: list[Request], slots: Int32s, care: Int32s
+    ) -> None:
+        """Each of these running requests has a token. `slots` and `care` are their columns."""
+        now = self._clock.monotonic()
+        once = np.flatnonzero(care & ONCE)
+        if len(once):
+            firsts = [i for i in once.tolist() if not requests[i].prefilled]
+            now_unix = self._clock.time()
+            for i in firsts:
+                metrics.first_token(requests[i], now, now_unix)
+            slots = np.delete(slots, firsts)
+        metrics.tokens(slots, now)
+
     def _emit_rare(
         self, row: int, token: int, line: int, logprobs: SampledLogprobs, collector: OutputCollector
     ) -> bool:
@@ -159,6 +185,8 @@ class Intake:
         if not request.prefilled:
             request.prefilled = True
             self._admission.prefilled(request)
+            self._counters.prompt_tokens += request.num_prompt_tokens
+            self._counters.cached_tokens += request.num_cached_tokens
             stats = request.prefill_stats(self._kv.block_size)
         collector.add(request, make_output(request, token, logprobs.of(line, request), stats))
 
@@ -185,6 +213,13 @@ class Intake:
         if token is None or request.drop_stale_output:
             return
         request.output += token.tobytes()
+        self._counters.generation_tokens += 1
+        if self._metrics is not None:
+            now = self._clock.monotonic()
+            if request.prefilled:
+                self._metrics.stale_token(request, now)
+            else:
+                self._metrics.first_token(request, now, self._clock.time())
         known = request.num_known_tokens
         window = request.params.repetition_detection
         tail = request.output_tokens()[-repetition_window(window) :].tolist() if window is not None else ()

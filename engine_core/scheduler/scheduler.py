@@ -16,9 +16,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from engine_core.config import EngineConfig
+from engine_core.counters import Counters
 from engine_core.errors import RequestError
 from engine_core.kv_cache.hashing import BlockHasher
 from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.kv_events import KVEventRecorder
+from engine_core.metrics import EngineMetrics
 from engine_core.outputs import StepOutputs
 from engine_core.protocol import EventType, FinishReason, SchedulerStats
 from engine_core.request import Request, Status
@@ -50,8 +53,12 @@ class Scheduler:
         *,
         vocab_size: int | None = None,
         track_finished: bool = False,
+        metrics: EngineMetrics | None = None,
+        kv_events: KVEventRecorder | None = None,
     ) -> None:
-        """`num_gpu_blocks` counts the null block. `track_finished` reports the ids of all ended requests."""
+        """`num_gpu_blocks` counts the null block. `track_finished` reports the ids of all ended requests.
+        `metrics` and `kv_events` hear of what happens.
+        """
         self.config = config
         self.clock = clock
         self.hasher = (
@@ -59,7 +66,15 @@ class Scheduler:
             if config.enable_prefix_caching
             else None
         )
-        self.kv = KVCacheManager(num_gpu_blocks, config.block_size, self.hasher, config.watermark)
+        self.counters = Counters()
+        self.kv = KVCacheManager(
+            num_gpu_blocks,
+            config.block_size,
+            self.hasher,
+            config.watermark,
+            counters=self.counters,
+            events=kv_events,
+        )
         self.limits = RequestLimits(
             max_model_len=max_model_len,
             max_kv_tokens=self.kv.max_tokens,
@@ -75,9 +90,15 @@ class Scheduler:
 
         self.requests: dict[str, Request] = {}  # all that live
         self.batch = RunningBatch(config.max_num_seqs, config.block_size)
-        self.admission = Admission(config, max_model_len, self.batch, self.kv, clock)
+        self.admission = Admission(
+            config, max_model_len, self.batch, self.kv, clock, self.counters, metrics
+        )
         self.waiting = self.admission.queue
-        self.intake = Intake(self.batch, self.kv, self.admission, self.is_async, self._end)
+        self.intake = Intake(
+            self.batch, self.kv, self.admission, self.is_async, self._end, clock, self.counters, metrics
+        )
+        self._metrics = metrics
+        self._kv_events = kv_events
         self.pause_state = PauseState.UNPAUSED
 
         self._step_id = 0
@@ -106,6 +127,9 @@ class Scheduler:
             )
         self.admission.add(request, len(self.requests))
         self.requests[request_id] = request
+        self.counters.requests_admitted += 1
+        if self._metrics is not None:
+            self._metrics.queued(request, self.clock.monotonic())
 
     def finish_requests(self, request_ids: Iterable[str] | None, reason: FinishReason) -> list[Request]:
         """End requests from outside; None ends all. Unknown ids are passed over.
@@ -146,6 +170,9 @@ class Scheduler:
         if not request.prefilled:
             self.admission.prefilled(request)
         self._ended_unannounced = True
+        self.counters.requests_finished += 1
+        if self._metrics is not None:
+            self._metrics.ended(request, slot, self.clock.time())
         if self._finished_ids is not None:
             self._finished_ids.setdefault(request.client_index, []).append(request.request_id)
 
@@ -216,6 +243,9 @@ class Scheduler:
         # What this very step was to compute of it will not be; vLLM leaves such blocks to be hit.
         self.kv.unname_blocks(request, self.batch.row(row).computed)
         self._preempted_slots.append(request.slot)
+        self.counters.preemptions += 1
+        if self._metrics is not None:
+            self._metrics.preempted(request)
         self.batch.remove([row])
         self.kv.free(request)
         request.status = Status.PREEMPTED
@@ -284,6 +314,8 @@ class Scheduler:
         if finished:
             self._finished_ids = {}
         collector.attach(self.make_stats() if self.log_stats else None, finished)
+        if self._kv_events is not None:
+            self._kv_events.flush()
         return collector.outputs
 
     # State.
@@ -335,7 +367,10 @@ class Scheduler:
             now = self.clock.monotonic()
             while len(self.batch):
                 self._preempt(len(self.batch) - 1, now, drop_output=True)
-        return self.kv.reset_prefix_cache()
+        done = self.kv.reset_prefix_cache()
+        if self._kv_events is not None:
+            self._kv_events.flush()
+        return done
 
     def restart(self) -> None:
         """The workers were replaced: no step is in flight, no KV is left. All requests are computed anew,
