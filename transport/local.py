@@ -19,8 +19,8 @@ from transport.errors import (
     WriterDied,
 )
 from transport.handover import Arrival, Reception, Roster
-from transport.message_queue import Handle, Message, MessageQueue, QueueStats
-from transport.ring import FIRST, LAST, MORE, RingReader, RingWriter, ShmRingBuffer, nbytes_of
+from transport.message_queue import NO_MESSAGE, Handle, Message, MessageQueue, QueueStats
+from transport.ring import FIRST, LAST, MORE, ONE_LOOK, RingReader, RingWriter, ShmRingBuffer, nbytes_of
 from transport.waiting import Sleeper, SpinCondition, WaitPolicy
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class LocalReader(MessageQueue):
         self._writer = handle.writer
         self._pid = os.getpid()
         self._closed = False
+        self._blocked = False  # closed or cancelled
         self._attachment = there = handover.attach(
             handle.address,
             handle.token,
@@ -136,6 +137,7 @@ class LocalReader(MessageQueue):
             clock=clock,
         )
         self._reader = RingReader(there.ring, there.index, there.writer_doorbell)
+        self._try_read = self._reader.try_read
         self._message = Message(self._reader.release)
         self._sleeper = Sleeper(there.doorbell, self._on_event, queue=handle.name)
         self._sleeper.watch(there.connection.fileno())
@@ -149,6 +151,8 @@ class LocalReader(MessageQueue):
             crowded=_crowded(there.ring),
             clock=clock,
         )
+        self._polls = self._condition.polls
+        self._waited_at = 0  # messages read by the last wait
 
     def check_peers(self) -> None:
         self._raise_if_unusable()
@@ -156,18 +160,18 @@ class LocalReader(MessageQueue):
 
     def dequeue(self, timeout_s: float) -> Message:
         message = self._message
-        if self._sleeper.cancelled or self._closed or message.is_held:
+        if self._blocked or message.view is not NO_MESSAGE:
             self._raise_if_unusable()
-        view = self._reader.try_read()
+        view = self._try_read(self._polls if timeout_s > 0 else ONE_LOOK)
         if view is None:
             view = self._wait(timeout_s)
         message.view = view
         return message
 
     def dequeue_copy(self, timeout_s: float) -> bytes:
-        if self._sleeper.cancelled or self._closed or self._message.is_held:
+        if self._blocked or self._message.view is not NO_MESSAGE:
             self._raise_if_unusable()
-        view = self._reader.try_read()
+        view = self._try_read(self._polls if timeout_s > 0 else ONE_LOOK)
         if view is None:
             view = self._wait(timeout_s)
         data = view.tobytes()
@@ -175,12 +179,13 @@ class LocalReader(MessageQueue):
         return data
 
     def cancel(self) -> None:
+        self._blocked = True
         self._sleeper.cancel()
 
     def close(self) -> None:
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._blocked = True
         if os.getpid() == self._pid:
             self._reader.leave()
         self._message.abandon()
@@ -203,7 +208,9 @@ class LocalReader(MessageQueue):
     def _wait(self, timeout_s: float) -> memoryview:
         reader = self._reader
         deadline = self._clock.monotonic() + timeout_s
-        while timeout_s > 0 and self._condition.wait(*reader.position(), deadline):
+        quick = reader.messages - self._waited_at
+        self._waited_at = reader.messages
+        while timeout_s > 0 and self._condition.wait(*reader.position(), deadline, quick):
             view = reader.try_read()  # None: only a part of a message came
             if view is not None:
                 return view

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from transport.ring import Buffer
 
-_NO_MESSAGE = memoryview(b"")
+NO_MESSAGE = memoryview(b"")
 
 
 def _nothing() -> None:
@@ -99,7 +99,7 @@ class Message:
     __slots__ = ("_release", "view")
 
     def __init__(self, release: Callable[[], None]) -> None:
-        self.view = _NO_MESSAGE  # read-only, 8-byte aligned; arrays made from it are valid until release, too
+        self.view = NO_MESSAGE  # read-only, 8-byte aligned; arrays made from it are valid until release, too
         self._release = release
 
     def __enter__(self) -> Message:
@@ -112,12 +112,12 @@ class Message:
 
     @property
     def is_held(self) -> bool:
-        return self.view is not _NO_MESSAGE
+        return self.view is not NO_MESSAGE
 
     def release(self) -> None:
         """Idempotent."""
-        if self.view is not _NO_MESSAGE:
-            self.view = _NO_MESSAGE
+        if self.view is not NO_MESSAGE:
+            self.view = NO_MESSAGE
             self._release()
 
     def abandon(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -14,7 +15,7 @@ from transport.handover import Roster
 from transport.local import LocalReaders, pieces
 from transport.message_queue import CurveKeys, Handle, MessageQueue, QueueStats
 from transport.processes import own_identity
-from transport.ring import DATA, nbytes_of
+from transport.ring import DATA, ONE_LOOK, nbytes_of
 from transport.waiting import Sleeper, WaitPolicy
 
 if TYPE_CHECKING:
@@ -55,8 +56,10 @@ class QueueWriter(MessageQueue):
         self._roster = Roster(n_local + n_remote)
         self._error: TransportError | None = None  # why nothing can be sent any more
         self._ready = False  # every remote reader is there
+        self._is_plain = False  # usable, and with local readers only
         self._messages = 0
         self._payload_bytes = 0
+        self._waited_at = 0  # messages sent by the last wait for room in the ring
         self._waits = 0
         self._waited_s = 0.0
         self._longest_wait_s = 0.0
@@ -72,6 +75,10 @@ class QueueWriter(MessageQueue):
                 )
                 self._sleeper.watch(self._local.news)
                 self._condition = self._local.condition(self._sleeper, wait, clock)
+                writer = self._local.writer
+                self._try_write = writer.try_write
+                self._max_payload = writer.max_payload
+                self._piece_bytes = writer.piece_bytes
             if n_remote and remote_host is not None:
                 from transport.remote import RemoteReaders
 
@@ -79,6 +86,7 @@ class QueueWriter(MessageQueue):
                     name, remote_host, n_remote, capacity_bytes, self._token, self._roster, curve
                 )
                 self._sleeper.watch(self._remote.fd)
+            self._is_plain = n_remote == 0
         except BaseException:
             self.close()
             raise
@@ -126,36 +134,30 @@ class QueueWriter(MessageQueue):
             self._serve(self._remote)
 
     def enqueue(self, *parts: Buffer, timeout_s: float) -> None:
-        if self._error is not None or self._sleeper.cancelled:
-            self._raise_if_unusable()
-        if not self._messages & 63:
-            self._sleeper.sleep(0.0)  # a dead reader is noticed even while there is room
-        nbytes = 0
-        for part in parts:
-            nbytes += len(part) if part.__class__ is bytes else nbytes_of(part)
-        if self._remote is not None:
-            self._wait_for_window(self._remote, nbytes, timeout_s)
-        if self._local is not None:
-            writer = self._local.writer
-            if nbytes > writer.max_payload:
-                deadline = self._clock.monotonic() + timeout_s
-                for kind, piece, size in pieces(parts, nbytes, writer.piece_bytes):
-                    self._write_when_possible(self._local, piece, size, deadline, timeout_s, kind)
-            elif not writer.try_write(parts, nbytes):
-                deadline = self._clock.monotonic() + timeout_s
-                self._write_when_possible(self._local, parts, nbytes, deadline, timeout_s)
-        if self._remote is not None:
-            self._remote.send(parts, nbytes)
-        self._messages += 1
+        if len(parts) == 1 and parts[0].__class__ is bytes:
+            nbytes = len(parts[0])
+        else:
+            nbytes = sum(map(nbytes_of, parts))
+        if self._is_plain:
+            if nbytes > self._max_payload or not self._try_write(parts, nbytes):
+                self._write(parts, nbytes, timeout_s)
+        else:
+            self._enqueue_anywhere(parts, nbytes, timeout_s)
         self._payload_bytes += nbytes
+        self._messages = messages = self._messages + 1
+        if not messages & 63:
+            # A dead reader is noticed even while there is room. This message is out, so the next one says it.
+            with contextlib.suppress(ReaderDied, Cancelled):
+                self._sleeper.sleep(0.0)
 
     def cancel(self) -> None:
+        self._is_plain = False
         self._sleeper.cancel()
 
     def close(self) -> None:
         if isinstance(self._error, QueueClosed):
             return
-        self._error = QueueClosed(self.name, "this end")
+        self._fail(QueueClosed(self.name, "this end"))
         if os.getpid() == self._identity.pid:  # a forked child gives back its descriptors, no more
             if self._local is not None:
                 self._local.finish()
@@ -189,25 +191,43 @@ class QueueWriter(MessageQueue):
             longest_wait_s=max(stats.longest_wait_s, ring.longest_wait_s),
         )
 
-    def _write_when_possible(
-        self,
-        local: LocalReaders,
-        parts: Sequence[Buffer],
-        nbytes: int,
-        deadline: float,
-        timeout_s: float,
-        kind: int = DATA,
+    def _enqueue_anywhere(self, parts: Sequence[Buffer], nbytes: int, timeout_s: float) -> None:
+        self._raise_if_unusable()
+        if self._remote is not None:
+            self._wait_for_window(self._remote, nbytes, timeout_s)
+        if self._local is not None:
+            self._write(parts, nbytes, timeout_s)
+        if self._remote is not None:  # last, because only this cannot fail any more
+            self._remote.send(parts, nbytes)
+
+    def _write(self, parts: Sequence[Buffer], nbytes: int, timeout_s: float) -> None:
+        """Into the ring, waiting for room as long as allowed."""
+        deadline = self._clock.monotonic() + timeout_s
+        if nbytes <= self._max_payload:
+            self._write_record(parts, nbytes, deadline, timeout_s)
+            return
+        for kind, piece, size in pieces(parts, nbytes, self._piece_bytes):
+            self._write_record(piece, size, deadline, timeout_s, kind)
+
+    def _write_record(
+        self, parts: Sequence[Buffer], nbytes: int, deadline: float, timeout_s: float, kind: int = DATA
     ) -> None:
-        """Wait for room in the ring. If the deadline passes between two pieces of a large message, the
-        readers drop what they have of it when the next message begins.
+        """If the deadline passes between two pieces of a large message, the readers drop what they have of
+        it when the next message begins.
         """
-        writer, start, warn_after = local.writer, self._clock.monotonic(), self._warn_after_s
+        local, start, warn_after = self._local, self._clock.monotonic(), self._warn_after_s
+        assert local is not None
+        writer = local.writer
+        polls = self._condition.polls if deadline > start else ONE_LOOK
         while True:
             reader, head = writer.slowest()
             old = writer.word(head)  # read before trying, so that room made after the try changes it
             if writer.try_write(parts, nbytes, kind):
                 return
-            if self._condition.wait(head, old, min(deadline, start + warn_after)):
+            if any(writer.word(head) != old for _ in polls):
+                continue
+            quick, self._waited_at = self._messages - self._waited_at, self._messages
+            if self._condition.wait(head, old, min(deadline, start + warn_after), quick):
                 continue
             now = self._clock.monotonic()
             rank, pid = local.who(reader) or (self._missing_ranks()[0], None)
@@ -244,8 +264,7 @@ class QueueWriter(MessageQueue):
         try:
             return remote.has_room(nbytes)
         except ReaderDied as error:
-            self._error = error
-            raise
+            raise self._fail(error) from None
 
     def _warn(self, rank: int, pid: int | None, messages: int, nbytes: int, waited_s: float) -> None:
         logger.warning(
@@ -271,15 +290,19 @@ class QueueWriter(MessageQueue):
             if fd == self._local.news:
                 self._local.admit(self._sleeper)
             else:
-                self._error = self._local.obituary(fd)
-                raise self._error
+                raise self._fail(self._local.obituary(fd))
 
     def _serve(self, remote: RemoteReaders) -> None:
         try:
             remote.serve()
         except ReaderDied as error:
-            self._error = error
-            raise
+            raise self._fail(error) from None
+
+    def _fail(self, error: TransportError) -> TransportError:
+        """From now on nothing can be sent, because of this."""
+        self._error = error
+        self._is_plain = False
+        return error
 
     def _raise_if_unusable(self) -> None:
         if self._sleeper.cancelled and not isinstance(self._error, QueueClosed):

@@ -72,8 +72,9 @@ _OPEN, _CLOSED = 0, 1
 
 _KIND_SHIFT = 56
 _LENGTH_MASK = (1 << _KIND_SHIFT) - 1
-DATA, PAD, FIRST, MORE, LAST = range(5)
+DATA, PAD, FIRST, MORE, LAST = (kind << _KIND_SHIFT for kind in range(5))
 _HEADER = 8
+ONE_LOOK = range(1)
 _HOT_BYTES = 256 << 10  # stays in any second-level cache
 
 
@@ -196,14 +197,16 @@ class RingWriter:
         self._capacity = ring.capacity
         self._mask = ring.capacity - 1
         self._data = ring.data_offset
+        self._payloads = ring.data_offset + _HEADER
         self._heads = [_LINES + _LINE * i for i in range(ring.n_readers)]
         self._park_words = range(_PARKED, _PARKED + (ring.n_readers + 7) // 8)
+        self._is_wide = len(self._park_words) > 1
         self._rung = [0] * ring.n_readers  # the epoch that each reader was last rung for
         self._tail = 0
         self._limit = ring.capacity  # the ring may be written up to here: smallest HEAD seen + capacity
         self._needed = 0  # the record that did not fit needs every HEAD to be here
         self._largest = 0  # recent large records widen the hot part
-        self._rewind_at = min(_HOT_BYTES, ring.capacity // 2)
+        self._turn_at = self._hot_bytes()  # a record that ends beyond asks whether to go back to the start
 
     def try_write(self, parts: Sequence[Buffer], nbytes: int, kind: int = DATA) -> bool:
         """Publish `parts` (together `nbytes` bytes) as one record and wake who sleeps. False: no room now.
@@ -211,40 +214,34 @@ class RingWriter:
         `nbytes` must not exceed `max_payload`. Nothing is published if a part cannot be copied.
         """
         words = self._words
-        for index in self._park_words:
-            if words[index]:
-                self._wake()  # already: a reader takes longer to wake up than this takes to publish
-                break
+        if words[_PARKED]:
+            self._wake()  # already: a reader takes longer to wake up than this takes to publish
         tail = self._tail
-        size = (nbytes + 71) & -64
         offset = tail & self._mask
-        if offset + size > self._capacity or offset >= self._rewind_at:
-            moved = self._turn(tail, offset, size)
-            if moved is None:
-                return False
-            tail = moved
-            offset = tail & self._mask
+        size = (nbytes + 71) & -64
         end = tail + size
-        if end > self._limit and not self._has_room(end):
-            return False
-        at = self._data + offset
-        start = at + _HEADER
+        if end > self._limit or offset + size > self._turn_at:
+            place = self._find_place(tail, offset, size)
+            if place is None:
+                return False
+            offset = place & self._mask
+            end = place + size
+        start = self._payloads + offset
         if len(parts) == 1:
             self._map[start : start + nbytes] = parts[0]  # type: ignore[assignment]
         else:
+            at = start
             for part in parts:
-                stop = start + (len(part) if part.__class__ is bytes else nbytes_of(part))
-                self._map[start:stop] = part  # type: ignore[assignment]
-                start = stop
-        words[at >> 3] = kind << _KIND_SHIFT | nbytes
+                stop = at + (len(part) if part.__class__ is bytes else nbytes_of(part))
+                self._map[at:stop] = part  # type: ignore[assignment]
+                at = stop
+        words[(start >> 3) - 1] = kind | nbytes
         if not TOTAL_STORE_ORDER:
             memory_fence()
         words[_TAIL] = self._tail = end
         memory_fence()
-        for index in self._park_words:
-            if words[index]:
-                self._wake()
-                break
+        if words[_PARKED] or (self._is_wide and any(map(words.__getitem__, self._park_words))):
+            self._wake()
         return True
 
     def slowest(self) -> tuple[int, int]:
@@ -264,7 +261,7 @@ class RingWriter:
         while at < self._tail:
             offset = at & self._mask
             header = words[(self._data + offset) >> 3]
-            kind, length = header >> _KIND_SHIFT, header & _LENGTH_MASK
+            kind, length = header & ~_LENGTH_MASK, header & _LENGTH_MASK
             if kind == PAD:
                 at += self._capacity - offset
                 continue
@@ -293,30 +290,36 @@ class RingWriter:
         memory_fence()
         self._wake()
 
-    def _turn(self, tail: int, offset: int, size: int) -> int | None:
-        """The record does not fit before the end, or the hot part is used up: maybe go on at the start of the
-        data.
-
-        The position to write at, which is `tail` itself if there is no reason to turn; None if there is no
-        room.
+    def _find_place(self, tail: int, offset: int, size: int) -> int | None:
+        """Where to write a record that does not simply follow: `tail`, or the start of the data after it.
+        None: no room yet.
         """
-        wraps = offset + size > self._capacity
-        if not wraps:
-            self._largest = max(size, self._largest - self._largest // 8)
-            self._rewind_at = min(max(_HOT_BYTES, 2 * self._largest), self._capacity // 2)
-            if offset < self._rewind_at:
-                return tail
-            # Going back needs room for the skipped part and the record; that fits if the record is no longer
-            # than the part in front. And it is free only if nobody still reads.
-            if offset < size or any(self._words[head] != tail for head in self._heads):
-                self._rewind_at = offset + _HOT_BYTES // 4  # ask again a little later, not at every message
-                return tail
         start = tail + self._capacity - offset
-        if start + size > self._limit and not self._has_room(start + size):
-            return None  # the place of the padding's header may still be in use, too
-        self._words[(self._data + offset) >> 3] = PAD << _KIND_SHIFT
-        self._rewind_at = min(max(_HOT_BYTES, 2 * self._largest), self._capacity // 2)
-        return start
+        if offset + size > self._capacity:
+            place = start
+        elif offset + size <= self._turn_at:
+            place = tail
+        else:
+            self._largest = max(size, self._largest - self._largest // 8)
+            self._turn_at = self._hot_bytes()
+            # Going back needs room for the skipped part and the record, which fit if the record is no
+            # longer than the part in front. And it is free only if nobody still reads.
+            level = offset >= size and all(self._words[head] == tail for head in self._heads)
+            place = start if level and offset + size > self._turn_at else tail
+        if place + size > self._limit and not self._has_room(place + size):
+            return None
+        if place != tail:
+            # Not before there is room: the place of this header may have been in use, too.
+            self._words[(self._data + offset) >> 3] = PAD
+            self._turn_at = self._hot_bytes()
+        elif offset + size > self._turn_at:
+            self._turn_at = min(
+                offset + size + _HOT_BYTES // 4, self._capacity
+            )  # do not ask at every message
+        return place
+
+    def _hot_bytes(self) -> int:
+        return min(max(_HOT_BYTES, 2 * self._largest), self._capacity)
 
     def _has_room(self, end: int) -> bool:
         words = self._words
@@ -351,9 +354,7 @@ class RingReader:
         self.wakes = 0
         self._ring = ring
         self._words = ring.words
-        self._readonly = (
-            ring.view.toreadonly()
-        )  # what other readers still have to read cannot be changed by this one
+        self._readonly = ring.view.toreadonly()  # a reader cannot change what others still have to read
         self._mask = ring.capacity - 1
         self._data = ring.data_offset
         self._index = index
@@ -362,28 +363,33 @@ class RingReader:
         self._rung = 0  # the WANT that the writer was last rung for
         self._at = int(ring.words[self._head])
         self._next = self._at  # where the record after the current one begins
+        self._length = 0  # of the current message
         self._tail = self._at
         self._epoch = 0
         self._assembly: bytearray | None = None  # a message that arrives in pieces
         self._assembled = 0
 
-    def try_read(self) -> memoryview | None:
-        """The next message as a read-only view, valid until `release()`; None if there is none yet."""
+    def try_read(self, looks: range = ONE_LOOK) -> memoryview | None:
+        """The next message as a read-only view, valid until `release()`; None if `looks` looks have not
+        seen one.
+        """
         words = self._words
         while True:
             at = self._at
             if at == self._tail:
-                self._tail = words[_TAIL]
-                if at == self._tail:
+                for _ in looks:
+                    if words[_TAIL] != at:
+                        break
+                else:
                     return None
+                self._tail = words[_TAIL]
                 if not TOTAL_STORE_ORDER:
                     memory_fence()
             start = self._data + (at & self._mask)
             header = words[start >> 3]
             if header <= _LENGTH_MASK:  # DATA
                 self._next = at + ((header + 71) & -64)
-                self.messages += 1
-                self.payload_bytes += header
+                self._length = header
                 return self._readonly[start + 8 : start + 8 + header]
             message = self._take_piece(start, header)
             if message is not None:
@@ -396,6 +402,8 @@ class RingReader:
         at = self._at = self._next
         words = self._words
         words[self._head] = at
+        self.messages += 1
+        self.payload_bytes += self._length
         # Without a fence this look may come before the store, and the writer sleep on: its sleep is bounded
         # for that.
         want = words[_WANT]
@@ -440,7 +448,7 @@ class RingReader:
 
     def _take_piece(self, start: int, header: int) -> memoryview | None:
         """Skip a padding, or add a piece to the message being put together and release it at once."""
-        kind, length = header >> _KIND_SHIFT, header & _LENGTH_MASK
+        kind, length = header & ~_LENGTH_MASK, header & _LENGTH_MASK
         if kind == PAD:
             self._at = self._next = self._at + self._ring.capacity - self.offset()
             return None
@@ -456,10 +464,11 @@ class RingReader:
         assembly[self._assembled : self._assembled + length] = self._readonly[payload : payload + length]
         self._assembled += length
         self._next = self._at + _record_bytes(header & _LENGTH_MASK)
+        self._length = 0
         self.release()
+        self.messages -= 1  # that was not a message yet
         if kind != LAST:
             return None
         self._assembly = None
-        self.messages += 1
-        self.payload_bytes += len(assembly)
+        self._length = len(assembly)
         return memoryview(assembly).toreadonly()

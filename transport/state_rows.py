@@ -147,6 +147,10 @@ def _store_progress(row: EngineRow, fields: bytes) -> None:
 class RankRow(ProcessRow):
     """The row of one worker rank, written by the thread that serves its calls."""
 
+    # What the executor goes by; atomic, so that it can be read when the rank has died in mid-write.
+    taken = Count("", "number of the last message that it began with", atomic=True)
+    done = Count("", "number of the last message that it has done, its answer sent", atomic=True)
+
     error = Text(256)
     method = Text(64, "the call that it runs, or ran last")
     phase = Choice(
@@ -166,36 +170,43 @@ class RankRow(ProcessRow):
     steps = Count("steps", "done")
     last_step_s = Real("s", "duration of the last step done")
 
-    __slots__ = ("_last_step", "_method", "_since", "_step", "_steps")
+    __slots__ = ("_in_step", "_last_step", "_method", "_since", "_step", "_steps", "_taken")
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
         self._method = ""
-        self._step = self._steps = 0
+        self._step = self._steps = self._taken = 0
         self._since = self._last_step = 0.0
+        self._in_step = False
 
     def enter(self, phase: str, now_s: float) -> None:
         """The rank enters `phase`."""
         self._since = now_s
         self.write(_store_call, RankRow.phase.choices.index(phase), self._method)
 
-    def begin(self, method: str, now_s: float) -> None:
-        """The rank begins a call that is no step. It ends with `enter`."""
+    def begin(self, number: int, method: str, now_s: float) -> None:
+        """The rank begins with message `number`, a call."""
+        self.taken = self._taken = number
         self._since = now_s
+        self._in_step = False
         self.write(_store_call, _RUNNING, method)
 
-    def begin_step(self, step_id: int, now_s: float) -> None:
-        """The rank begins to execute a step."""
+    def begin_step(self, number: int, step_id: int, now_s: float) -> None:
+        """The rank begins with message `number`, a step."""
+        self.taken = self._taken = number
         self._since = now_s
         self._step = step_id
+        self._in_step = True
         self.write(_store_call, _RUNNING, STEP_METHOD)
 
-    def end_step(self, now_s: float) -> None:
-        """The step is done; the rank waits for the next call."""
-        self._last_step = now_s - self._since
+    def end(self, now_s: float) -> None:
+        """The rank has done, and answered, what it began; it waits for the next message."""
+        if self._in_step:
+            self._last_step = now_s - self._since
+            self._steps += 1
         self._since = now_s
-        self._steps += 1
-        self.write(_store_call, _WAITING, STEP_METHOD)
+        self.write(_store_call, _WAITING, self._method)
+        self.done = self._taken
 
 
 STEP_METHOD = "execute_model"

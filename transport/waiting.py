@@ -181,22 +181,20 @@ class SpinCondition:
         self._park = park
         self._unpark = unpark
         self._monotonic = clock.monotonic
-        self._polls = range(10 if crowded else policy.polls)
+        self.polls = range(10 if crowded else policy.polls)
         self._burst = range(10)
         self._window_s = policy.window_us * 1e-6
         self._adaptive = policy.adaptive
         self._mean_wait_s = 0.0  # moving average in which one long pause counts no more than 16 windows
 
-    def wait(self, index: int, old: int, deadline: float) -> bool:
-        """Wait until word `index` differs from `old`. False when `deadline` (of the clock) passed first.
+    def wait(self, index: int, old: int, deadline: float, quick: int = 0) -> bool:
+        """Wait until word `index` differs from `old`, at which the caller has looked for `polls` times.
+        False when `deadline` (of the clock) passed first.
 
-        Raises Cancelled, and what the sleeper's `on_event` raises.
+        quick: how often, since the last wait, the change had come by then. Raises Cancelled, and what the
+        sleeper's `on_event` raises.
         """
-        words = self._words
-        for _ in self._polls:
-            if words[index] != old:
-                self._mean_wait_s *= 0.875
-                return True
+        self._mean_wait_s *= 0.875 ** min(1 + quick, 64)
         start = self._monotonic()
         self.waits += 1
         try:
@@ -211,7 +209,7 @@ class SpinCondition:
             self.waited_s += waited
             if waited > self.longest_wait_s:
                 self.longest_wait_s = waited
-            self._mean_wait_s += (min(waited, 16 * self._window_s) - self._mean_wait_s) * 0.125
+            self._mean_wait_s += min(waited, 16 * self._window_s) * 0.125
 
     def _spin(self, index: int, old: int, end: float, now: float) -> bool:
         words = self._words

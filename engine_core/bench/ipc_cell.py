@@ -74,9 +74,12 @@ class Readers:
 
     def _serve(self, receive: Receive, line: int) -> None:
         page, count = self._page, 0
-        while True:
-            receive()
+
+        def taken() -> None:
             page[line + _TOOK] = _NOW() - page[_STAMP]
+
+        while True:
+            receive(taken)
             count += 1
             if self._paced:
                 page[line + _CPU] = time.process_time_ns()

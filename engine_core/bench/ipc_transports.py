@@ -1,7 +1,8 @@
 """The message transports that `bench ipc` compares: ours, and what is installed of others.
 
-Each is made before the readers are forked. Then the writer's process calls `writer()` and reader i's process
-`reader(i)`; they get functions that send the payload once, and that wait for it and take it in.
+Each is made before the readers are forked. Then the writer's process calls `writer()` and reader i's
+process `reader(i)`; they get functions that send the payload once, and that wait for it, call `taken` with
+the message in hand, and let it go.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from transport import Handle, MessageQueue
 from transport.codec import decode
 
 Send = Callable[[], None]
-Receive = Callable[[], None]
+Taken = Callable[[], None]
+Receive = Callable[[Taken], None]
 
 _TIMEOUT_S = 20.0
 
@@ -130,14 +132,18 @@ class Ours:
     def reader(self, index: int) -> Receive:
         queue = MessageQueue.attach(self._handle, index, timeout_s=_TIMEOUT_S)
 
-        def receive() -> None:
-            with queue.dequeue(_TIMEOUT_S) as message:
-                message.view[-1]
+        def receive(taken: Taken) -> None:
+            message = queue.dequeue(_TIMEOUT_S)
+            message.view[-1]
+            taken()
+            message.release()
 
-        def receive_step() -> None:
-            with queue.dequeue(_TIMEOUT_S) as message:
-                _, head, arrays = decode(message.view)
-                decode_step(head, arrays)
+        def receive_step(taken: Taken) -> None:
+            message = queue.dequeue(_TIMEOUT_S)
+            _, head, arrays = decode(message.view)
+            decode_step(head, arrays)
+            taken()
+            message.release()
 
         return receive_step if self._payload.step else receive
 
@@ -163,7 +169,12 @@ class Vllm:
     def reader(self, index: int) -> Receive:
         queue = self._cls.create_from_handle(self._handle, index)
         queue.wait_until_ready()
-        return lambda: queue.dequeue(indefinite=True)
+
+        def receive(taken: Taken) -> None:
+            queue.dequeue(indefinite=True)
+            taken()
+
+        return receive
 
     def close(self) -> None:
         pass
@@ -229,7 +240,7 @@ class Iceoryx2:
         self._keep = (service, subscriber)
         at = (ctypes.c_ubyte * len(self._data)).from_address
 
-        def receive() -> None:
+        def receive(taken: Taken) -> None:
             looks = 0
             while (sample := subscriber.receive()) is None:
                 looks += 1
@@ -240,6 +251,7 @@ class Iceoryx2:
                 pickle.loads(view)
             else:
                 view[-1]
+            taken()
 
         return receive
 
@@ -278,11 +290,12 @@ class ZmqPub:
         socket.setsockopt(zmq.RCVHWM, 64)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         socket.connect(f"ipc://{self._path}")
-        if self._payload.step:
-            return lambda: pickle.loads(socket.recv())
 
-        def receive() -> None:
-            socket.recv()
+        def receive(taken: Taken) -> None:
+            data = socket.recv()
+            if self._payload.step:
+                pickle.loads(data)
+            taken()
 
         return receive
 
@@ -310,8 +323,9 @@ class Pipes:
     def reader(self, index: int) -> Receive:
         end = self._pipes[index][0]
 
-        def receive() -> None:
+        def receive(taken: Taken) -> None:
             end.recv()
+            taken()
 
         return receive
 

@@ -260,6 +260,7 @@ def test_close_wakes_a_sleeping_reader(make: Make) -> None:
 
 def test_a_reader_that_closes_is_an_error_to_the_writer(make: Make) -> None:
     writer, readers = make(2)
+    writer.wait_until_ready(5)
     readers[1].close()
     readers[1].close()
     for _ in range(2):

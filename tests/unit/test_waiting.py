@@ -23,6 +23,7 @@ class Fixture:
         self.events: list[int] = []
         self.parked = 0
         self.announcements = 0
+        self.quick = 0
         self.sleeper = Sleeper(self.bell, self.events.append, queue="q")
         self.condition = SpinCondition(self.words, self.sleeper, policy, park=self.park, unpark=self.unpark)
 
@@ -34,7 +35,11 @@ class Fixture:
         self.parked = 0
 
     def wait(self, seconds: float, old: int = 0) -> bool:
-        return self.condition.wait(3, old, time.monotonic() + seconds)
+        if any(self.words[3] != old for _ in self.condition.polls):
+            self.quick += 1
+            return True
+        quick, self.quick = self.quick, 0
+        return self.condition.wait(3, old, time.monotonic() + seconds, quick)
 
     def later(self, seconds: float, action: Callable[[], object]) -> threading.Timer:
         timer = threading.Timer(seconds, action)
@@ -132,7 +137,9 @@ def test_news_of_a_peer_ends_sleep_and_spin_alike(policy: WaitPolicy) -> None:
     made.close()
 
 
-def test_long_waits_teach_it_to_sleep_at_once_and_short_ones_to_spin_again() -> None:
+def test_long_waits_teach_it_to_sleep_at_once_and_short_ones_to_spin_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = Fixture(WaitPolicy(polls=1, window_us=1000.0))
     for _ in range(30):
         assert not made.wait(0.02)
@@ -143,9 +150,10 @@ def test_long_waits_teach_it_to_sleep_at_once_and_short_ones_to_spin_again() -> 
         value += 1
         made.change(value)
         assert made.wait(1, old=value - 1)
-    start = time.process_time()
+    yields: list[None] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(None))
     assert not made.wait(0.002, old=value)
-    assert time.process_time() - start > 0.0005, "did not spin"
+    assert len(yields) > 5, "did not spin"
     made.close()
 
 
