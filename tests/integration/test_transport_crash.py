@@ -81,20 +81,20 @@ def test_a_reader_that_dies_while_others_are_awaited_is_named() -> None:
 
 
 def test_killing_the_whole_group_leaves_no_name_behind() -> None:
-    def names() -> set[str]:
-        table = Path("/proc/net/unix").read_text().splitlines()
-        sockets = {line.split()[-1] for line in table if "engine-core" in line}
-        return sockets | set(os.listdir("/dev/shm"))
+    def names(pid: int) -> list[str]:
+        """Sockets and shared memory that carry a process's number."""
+        sockets = [line for line in Path("/proc/net/unix").read_text().splitlines() if f"/{pid}/" in line]
+        return sockets + [name for name in os.listdir("/dev/shm") if str(pid) in name]
 
-    before = names()
     with peers() as start:
-        writer = start("writer", n_local=2, messages=10**9, sizes=[100, 5000])
+        writer = start("writer", n_local=3, messages=10**9, sizes=[100, 5000])
         handle = writer.read()["handle"]
-        readers = [start("reader", handle=handle, rank=rank) for rank in range(2)]
+        assert names(writer.pid), "it listens for its readers"
+        group = [writer, *(start("reader", handle=handle, rank=rank) for rank in range(3))]
         writer.read()
         time.sleep(0.2)
-        for peer in (writer, *readers):
+        for peer in group:
             peer.signal(signal.SIGKILL)
-        for peer in (writer, *readers):
+        for peer in group:
             peer.process.wait()
-        assert names() <= before
+            assert names(peer.pid) == []
