@@ -15,7 +15,7 @@ from engine_core.protocol import EventType
 from engine_core.request import Request, Status
 from engine_core.scheduler.running import ALWAYS, CHECK, ONCE, RunningBatch
 from engine_core.scheduler.running_phase import StepRules, next_name
-from engine_core.scheduler.waiting import make_queue
+from engine_core.scheduler.waiting import WaitingQueue
 from executor.step import NewRequest
 from transport.clock import Clock
 
@@ -35,6 +35,7 @@ class Admission:
     def __init__(
         self,
         config: EngineConfig,
+        queue: WaitingQueue,
         max_model_len: int,
         batch: RunningBatch,
         kv: KVCacheManager,
@@ -42,7 +43,7 @@ class Admission:
         counters: Counters,
         metrics: EngineMetrics | None,
     ) -> None:
-        self.queue = make_queue(config.scheduling_policy)
+        self.queue = queue
         self.deferred: set[Request] = set()  # those that the last scans passed over
         self.allowed: frozenset[str] | None = None  # ids of who may run; None: everybody
         self.interrupted: set[Request] = set()  # ran when the workers were replaced, and wait since

@@ -30,6 +30,7 @@ from engine_core.scheduler.intake import Intake
 from engine_core.scheduler.outcome import OutputCollector
 from engine_core.scheduler.running import InFlightStep, RunningBatch
 from engine_core.scheduler.running_phase import Grants, StepRules, grant_in_order, grant_together
+from engine_core.scheduler.waiting import WaitingQueue, make_queue
 from engine_core.validation import RequestLimits
 from executor.step import EMPTY, Int32s, ModelRunnerOutput, SchedulerOutput
 from transport.clock import SYSTEM_CLOCK, Clock
@@ -91,7 +92,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all that live
         self.batch = RunningBatch(config.max_num_seqs, config.block_size)
         self.admission = Admission(
-            config, max_model_len, self.batch, self.kv, clock, self.counters, metrics
+            config, self.make_queue(), max_model_len, self.batch, self.kv, clock, self.counters, metrics
         )
         self.waiting = self.admission.queue
         self.intake = Intake(
@@ -111,6 +112,10 @@ class Scheduler:
         self.num_executed_steps = 0  # those that ran something
         self._last_prefill_step = -config.prefill_schedule_interval
         self._capacity_bound = False  # the last step that admitted left admissible requests waiting
+
+    def make_queue(self) -> WaitingQueue:
+        """The waiting requests' queue, whose order is the policy; for subclasses to replace."""
+        return make_queue(self.config.scheduling_policy)
 
     # Arrival and end.
 

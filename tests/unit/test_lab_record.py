@@ -83,11 +83,15 @@ class Session:
             if rng.random() < 0.01:
                 core.batch_queue.clear()  # as after a failure of the workers
                 core.scheduler.restart()
+                core.scheduler.allow_only(list(core.scheduler.requests)[::2])
+            if rng.random() < 0.1:
+                core.scheduler.allow_only(None)
             core.scheduler.set_pause_state(
                 PauseState.PAUSED_NEW if rng.random() < 0.05 else PauseState.UNPAUSED
             )
             core.step_fn()
         core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        core.scheduler.allow_only(None)
         while core.has_work:
             core.step_fn()
 
