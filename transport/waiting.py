@@ -71,10 +71,8 @@ class WaitPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How hard to wait. The default learns; see the two class methods for the extremes."""
 
     polls: int = 300  # looks without giving up the core, ~50 ns each; skipped if processes outnumber cores
-    window_us: float = (
-        100.0  # then look and yield in turn for this long before sleeping: twice what a wake-up costs
-    )
-    adaptive: bool = True  # skip the window while waits last, on average, longer than twice of it
+    window_us: float = 100.0  # then look and yield in turn before sleeping: what two wake-ups cost
+    adaptive: bool = True  # up to four windows where that usually suffices; none where waits last longer
     warn_after_s: float = 5.0  # log a peer that keeps this end waiting this long, then at every doubling
 
     @classmethod
@@ -198,9 +196,10 @@ class SpinCondition:
         start = self._monotonic()
         self.waits += 1
         try:
-            window = self._window_s
-            if self._adaptive and self._mean_wait_s > 2 * window:
-                window = 0.0
+            window, mean = self._window_s, self._mean_wait_s
+            if self._adaptive:
+                # To stop looking just before the change comes would cost both the looking and the wake-up.
+                window = max(window, 2 * mean) if mean <= 2 * window else 0.0
             return self._spin(index, old, min(start + window, deadline), start) or self._sleep(
                 index, old, deadline
             )
