@@ -13,6 +13,8 @@ from executor.config import ExecutorConfig
 from executor.errors import ExecutorError
 from executor.lasting_calls import LastingCalls
 from executor.step import ModelRunnerOutput, SchedulerOutput
+from transport.message_queue import QueueStats
+from transport.state_page import StatePage
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -184,22 +186,29 @@ class Executor(ABC):
         self._lasting_calls.record(method, args, kwargs or {})
         return answer
 
+    def queue_stats(self) -> dict[str, QueueStats]:
+        """This end of the queues to and from the ranks, by name. From any thread."""
+        return {}
+
     def check_health(self) -> None:
         """Ask every rank whether it can work. Raises `ExecutorError`."""
         self.collective_rpc("check_health")
 
 
-def make_executor(config: ExecutorConfig) -> Executor:
-    """The executor that `config` asks for: in process for one rank, unless told otherwise."""
+def make_executor(config: ExecutorConfig, page: StatePage | None = None) -> Executor:
+    """The executor that `config` asks for: in process for one rank, unless told otherwise.
+
+    `page`: where the ranks say what they do; it must outlive the executor.
+    """
     backend = config.distributed_executor_backend
     if backend is None:
         backend = "uni" if config.tensor_parallel_size == 1 else "mp"
     if backend == "uni":
         from executor.uniproc import UniProcExecutor
 
-        return UniProcExecutor(config)
+        return UniProcExecutor(config, page)
     if backend == "mp":
         from executor.multiproc import MultiprocExecutor
 
-        return MultiprocExecutor(config)
+        return MultiprocExecutor(config, page)
     raise ValueError(f"distributed_executor_backend is '{backend}', not 'uni' or 'mp'")

@@ -18,6 +18,14 @@ from executor.step import Int32s, ModelRunnerOutput, SchedulerOutput
 from executor.worker import ModelInfo, Worker, resolve_worker_cls
 from transport.collective import Collective
 
+# What `WorkerHost.start` calls its phases, and what the state page calls them.
+PAGE_PHASES = {
+    "import": "starting",
+    "init": "initializing device",
+    "load": "loading model",
+    "kv": "initializing cache",
+}
+
 
 class BadWorkerOutput(Exception):
     """`execute_model` returned something that does not answer its step."""

@@ -23,14 +23,20 @@ from executor.rank_group import RankGroup
 from executor.step import ModelRunnerOutput, SchedulerOutput
 from executor.step_codec import encode_step
 from transport.clock import SYSTEM_CLOCK, Clock
+from transport.message_queue import QueueStats
+from transport.state_page import StatePage
 
 
 class MultiprocExecutor(Executor):
     """Everything about the ranks that run is in `_group` and `_answers`; a restart replaces both."""
 
-    def __init__(self, config: ExecutorConfig, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, config: ExecutorConfig, page: StatePage | None = None, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        """`page`: where the ranks say what they do; it must outlive the executor."""
         super().__init__(config)
         self._clock = clock
+        self._page = page
         self._group: RankGroup | None = None
         self._answers: Answers
         self._capacity: EngineCapacity
@@ -92,7 +98,7 @@ class MultiprocExecutor(Executor):
         with self._group_lock:
             if self._closing.is_set():
                 raise ExecutorClosed
-            self._group = RankGroup(self.config, self._on_failure, num_blocks, self._clock)
+            self._group = RankGroup(self.config, self._on_failure, num_blocks, self._page, self._clock)
             return self._group
 
     @property
@@ -158,6 +164,10 @@ class MultiprocExecutor(Executor):
         if self._group is None:
             raise ExecutorClosed
         return self._group
+
+    def queue_stats(self) -> dict[str, QueueStats]:
+        group = self._group
+        return group.queue_stats() if group is not None else {}
 
     def check_failed(self) -> None:
         if self._group is not None and not self._restarting:

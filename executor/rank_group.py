@@ -22,14 +22,14 @@ from executor.base import EngineCapacity, FailureCallback
 from executor.config import ExecutorConfig
 from executor.control import Failure, StartOrder, send
 from executor.errors import ExecutorClosed, ExecutorError, WorkerFailed, WorkerTimeout, described
-from executor.progress import ProgressPage
 from executor.rank_process import RankProcess, first_cause
 from executor.rank_start import GroupStart
 from executor.stderr_capture import StderrCapture
 from transport.clock import SYSTEM_CLOCK, Clock
 from transport.collective import CollectiveSegment
 from transport.errors import Cancelled, PeerDied, QueueClosed, QueueFull
-from transport.message_queue import MessageQueue
+from transport.message_queue import MessageQueue, QueueStats
+from transport.state_page import StatePage
 
 if TYPE_CHECKING:
     from transport.ring import Buffer
@@ -63,9 +63,13 @@ class RankGroup:
         config: ExecutorConfig,
         on_failure: FailureCallback,
         num_blocks: int | None = None,
+        page: StatePage | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`num_blocks`: KV blocks to have, neither more nor fewer; None: as many as all have room for."""
+        """`num_blocks`: KV blocks to have, neither more nor fewer; None: as many as all have room for.
+
+        `page`: where the ranks say what they do; None: a page of the group's own.
+        """
         self.world_size = config.tensor_parallel_size
         self.ranks: list[RankProcess] = []
         self._config = config
@@ -73,7 +77,7 @@ class RankGroup:
         self._on_failure = on_failure
         self._clock = clock
         with ExitStack() as made:
-            self._progress = made.enter_context(closing(ProgressPage(self.world_size)))
+            self._page = made.enter_context(StatePage.create(self.world_size)) if page is None else page
             self._collective = None
             if self.world_size > 1:
                 self._collective = made.enter_context(closing(CollectiveSegment(self.world_size)))
@@ -162,6 +166,13 @@ class RankGroup:
         if self._failure is not None:
             raise self._failure
 
+    def queue_stats(self) -> dict[str, QueueStats]:
+        """This end's, by name: the steps and calls to the ranks, and the answers of each."""
+        return {
+            "steps": self._broadcast.stats,
+            **{f"answers-{rank}": queue.stats for rank, queue in enumerate(self._answers)},
+        }
+
     def stop(self, *, graceful: bool) -> None:
         """End all ranks and give everything back. Idempotent; returns when done.
 
@@ -217,7 +228,7 @@ class RankGroup:
             reader, writer = os.pipe()
             try:
                 collective_fds = self._collective.fds if self._collective is not None else ()
-                process = RankProcess(rank, self._progress.fd, writer, collective_fds)
+                process = RankProcess(rank, self._page.fd, writer, collective_fds)
             except BaseException:
                 os.close(reader)
                 raise
@@ -283,13 +294,13 @@ class RankGroup:
     def _busy_with(self, rank: int) -> Sent | None:
         """The first message that the rank has not done."""
         # A rank answers first and then notes that it has: when it dies in between, the answer counts.
-        done = max(self._progress.done(rank), self.answered[rank])
+        done = max(self._page.rank(rank).done, self.answered[rank])
         with self._sent_lock:
             return next((sent for sent in self._sent if sent.seq > done), None)
 
     def _find_late_rank(self) -> WorkerTimeout | None:
         now = self._clock.monotonic()
-        done_by_all = min(map(self._progress.done, range(self.world_size)))
+        done_by_all = min(self._page.rank(rank).done for rank in range(self.world_size))
         with self._sent_lock:
             while self._sent and self._sent[0].seq <= done_by_all:
                 self._sent.popleft()
@@ -299,10 +310,11 @@ class RankGroup:
             sent = self._busy_with(rank)
             if sent is None:
                 continue
-            age = now - max(sent.at_s, self._progress.done_at_s(rank))
+            row = self._page.rank(rank)
+            age = now - max(sent.at_s, row.since_s)  # since it could begin, or did
             if age >= sent.limit_s:
                 # A rank that has not begun, or that the kernel keeps from running, holds up those that have.
-                begun = self._progress.taken(rank) >= sent.seq
+                begun = row.taken >= sent.seq
                 late.append((begun, not process.state(), rank, sent, age))
             elif age >= self._config.warn_after_s and (rank, sent.seq) not in self._warned:
                 self._warned = {known for known in self._warned if known[1] > done_by_all}

@@ -44,14 +44,14 @@ class RankProcess:
     """
 
     def __init__(
-        self, rank: int, progress_fd: int, stderr_fd: int, collective_fds: Sequence[int] = ()
+        self, rank: int, page_fd: int, stderr_fd: int, collective_fds: Sequence[int] = ()
     ) -> None:
         self.rank = rank
         self.hung_up = False
         self.control, theirs = control_pair()
         death_reader, self._death_writer = os.pipe()
         self._stack_fd = os.memfd_create(f"stack-{rank}", os.MFD_CLOEXEC)
-        fds = (theirs.fileno(), death_reader, progress_fd, self._stack_fd, *collective_fds)
+        fds = (theirs.fileno(), death_reader, page_fd, self._stack_fd, *collective_fds)
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, *_SAFE_PATH, "-m", "executor.worker_proc", str(rank), *map(str, fds)],

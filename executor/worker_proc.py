@@ -1,5 +1,5 @@
-"""The process of one rank: `python -m executor.worker_proc RANK CONTROL DEATH PROGRESS STACK [COLLECTIVE..]`;
-all but the rank are descriptors.
+"""The process of one rank: `python -m executor.worker_proc RANK CONTROL DEATH PAGE STACK [COLLECTIVE..]`; all
+but the rank are descriptors.
 
 It takes its worker through the start phases and then serves what the executor broadcasts, until the queue is
 closed. It never outlives the executor: the kernel kills it when the executor's process, or the thread that
@@ -32,21 +32,25 @@ from executor.control import (
     send,
 )
 from executor.errors import described
-from executor.host import WorkerHost
-from executor.progress import ProgressPage
+from executor.host import PAGE_PHASES, WorkerHost
 from executor.rank_process import STACK_SIGNAL
 from executor.step_codec import STEP, decode_step, encode_output
+from transport.clock import SYSTEM_CLOCK
 from transport.codec import decode
 from transport.collective import Collective
 from transport.errors import QueueClosed, WriterDied
+from transport.heartbeat import Heartbeat
 from transport.message_queue import MessageQueue
 from transport.processes import die_with_parent
+from transport.state_page import StatePage
+from transport.state_rows import RankRow
 
 _ATTACH_TIMEOUT_S = 30.0
+_now = SYSTEM_CLOCK.monotonic
 
 
 def main(argv: list[str]) -> int:
-    rank, control_fd, death_fd, progress_fd, stack_fd, *collective_fds = map(int, argv)
+    rank, control_fd, death_fd, page_fd, stack_fd, *collective_fds = map(int, argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which stops its ranks in order
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, stack_fd, all_threads=True)
@@ -54,6 +58,9 @@ def main(argv: list[str]) -> int:
     control = socket.socket(fileno=control_fd)
     order = receive_from_executor(control, StartOrder)
     die_with_parent(order.parent_pid)
+    row = StatePage(page_fd).rank(rank)
+    row.claim()
+    Heartbeat(row).start()
     sys.path.extend(path for path in order.sys_path if path not in sys.path)
 
     collective = None
@@ -62,8 +69,13 @@ def main(argv: list[str]) -> int:
         timeout_s = 1.5 * order.config.execute_timeout_s
         collective = Collective(collective_fds, rank, timeout_s=timeout_s, name="ranks")
     host = WorkerHost(order.config, rank, order.world_size, collective)
+
+    def enter_phase(phase: str) -> None:
+        row.enter(PAGE_PHASES[phase], _now())
+        send(control, EnteredPhase(phase))
+
     try:
-        capacity = host.start(lambda phase: send(control, EnteredPhase(phase)))
+        capacity = host.start(enter_phase)
         send(control, Capacity(capacity, host.model, host.max_model_len))
         host.initialize_cache(receive_from_executor(control, CacheSize).num_blocks)
         send(control, EnteredPhase("ready"))
@@ -71,15 +83,17 @@ def main(argv: list[str]) -> int:
         answers = MessageQueue.create(n_local=1, name=f"answers of rank {rank}")
     except Exception as error:
         traceback.print_exc()
+        fail(row, error)
         send(control, Failure(described(error)))
         return 1
+    row.enter("waiting", _now())
     send(control, Ready(answers.handle()))
-    progress = ProgressPage(order.world_size, progress_fd)
-    server = RankServer(host, rank, broadcast, answers, control, progress, order.config.execute_timeout_s)
+    server = RankServer(host, rank, broadcast, answers, control, row, order.config.execute_timeout_s)
     try:
         server.serve()
     except WriterDied:
         return 1  # the kernel's signal is on its way
+    row.enter("shutting down", _now())
     host.shutdown()
     if collective is not None:
         collective.close()
@@ -98,7 +112,7 @@ class RankServer:
         broadcast: MessageQueue,
         answers: MessageQueue,
         control: socket.socket,
-        progress: ProgressPage,
+        row: RankRow,
         answer_timeout_s: float,
     ) -> None:
         self._host = host
@@ -106,7 +120,7 @@ class RankServer:
         self._broadcast = broadcast
         self._answers = answers
         self._control = control
-        self._progress = progress
+        self._row = row
         self._answer_timeout_s = answer_timeout_s
         self._failed = False
 
@@ -129,20 +143,23 @@ class RankServer:
 
     def _run_step(self, head: memoryview, arrays: list[Any]) -> None:
         seq, step = decode_step(head, arrays)
-        self._progress.take(self._rank, seq)
-        if not self._failed:
-            try:
-                output = self._host.execute(step)
-                if self._rank == OUTPUT_RANK:
-                    self._answers.enqueue(*encode_output(seq, output), timeout_s=self._answer_timeout_s)
-            except Exception as error:
-                self._failed = True  # the batch is undefined: a step already sent must not run on it
-                traceback.print_exc()
-                send(self._control, Failure(described(error), "execute_model", step.step_id))
-        self._progress.finish(self._rank, seq)
+        if self._failed:
+            return  # the batch is undefined: a step already sent must not run on it
+        self._row.begin_step(seq, step.step_id, _now())
+        try:
+            output = self._host.execute(step)
+            if self._rank == OUTPUT_RANK:
+                self._answers.enqueue(*encode_output(seq, output), timeout_s=self._answer_timeout_s)
+        except Exception as error:
+            self._failed = True
+            traceback.print_exc()
+            fail(self._row, error)
+            send(self._control, Failure(described(error), "execute_model", step.step_id))
+            return
+        self._row.end(_now())
 
     def _run_call(self, call: Call) -> None:
-        self._progress.take(self._rank, call.seq)
+        self._row.begin(call.seq, call.method, _now())
         try:
             value = self._host.call(call.method, call.args, call.kwargs)
             if call.reply_rank is not None and call.reply_rank != self._rank:
@@ -151,7 +168,12 @@ class RankServer:
         except Exception as error:
             parts = encode_reply(Reply(call.seq, error=described(error), traceback=traceback.format_exc()))
         self._answers.enqueue(*parts, timeout_s=self._answer_timeout_s)
-        self._progress.finish(self._rank, call.seq)
+        self._row.end(_now())
+
+
+def fail(row: RankRow, error: Exception) -> None:
+    row.error = described(error)
+    row.enter("failed", _now())
 
 
 def kill_when_closed(fd: int) -> None:

@@ -84,7 +84,7 @@ def test_any_process_reads_the_page_of_a_hung_engine(start: Start) -> None:
         ENGINE
         + """
 page.rank(0).claim()
-page.rank(0).begin_step(12, 34.5)
+page.rank(0).begin_step(1, 12, 34.5)
 say("ready")
 os.kill(os.getpid(), signal.SIGSTOP)
 """

@@ -116,7 +116,7 @@ def test_a_long_step_is_progress_until_the_limit(page: StatePage) -> None:
 def test_a_stuck_rank_is_named_with_its_call_and_age(page: StatePage) -> None:
     page.engine.awake_since_s = NOW - 100
     step(page, at=NOW - 40, in_flight=2, running=3)
-    page.rank(1).begin_step(12, NOW - 39)
+    page.rank(1).begin_step(1, 12, NOW - 39)
     assert progress(page.snapshot(), NOW).reason == (
         "2 step(s) up to 12 are with the ranks and nothing came back for 40 s: "
         f"rank 1 (pid {os.getpid()}) is in execute_model for 39 s"
@@ -140,7 +140,7 @@ def test_a_main_loop_that_is_stuck_outside_a_step_is_noticed(page: StatePage) ->
     """In a call of all ranks, for example, after it had been idle for long."""
     step(page, at=NOW - 4000, running=2)
     page.engine.awake_since_s = NOW - 31
-    page.rank(1).begin("update_weights", NOW - 31)
+    page.rank(1).begin(1, "update_weights", NOW - 31)
     assert progress(page.snapshot(), NOW).reason == (
         f"the main loop of process {os.getpid()} has not gone round for 31 s, with 2 requests running and "
         f"0 waiting: rank 1 (pid {os.getpid()}) is in update_weights for 31 s"

@@ -307,7 +307,8 @@ def test_gauges_show_the_page_and_counters_the_counters(engine: Engine) -> None:
     )
     engine.page.engine.sleep_level = 1
     engine.page.engine.restarts = 4
-    engine.page.rank(1).end_step(1.0)
+    engine.page.rank(1).begin_step(1, 1, 0.5)
+    engine.page.rank(1).end(1.0)
     engine.counters.prompt_tokens = 100
     engine.counters.cached_tokens = 30
     engine.counters.generation_tokens = 55

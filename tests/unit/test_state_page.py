@@ -177,20 +177,24 @@ def test_a_rank_says_which_call_it_is_in_since_when(page: StatePage) -> None:
     rank = page.rank(0)
     rank.enter("loading model", 1.0)
     assert state("phase", "since_s", "method") == ("loading model", 1.0, "")
-    rank.begin_step(41, 2.0)
+    rank.begin_step(7, 41, 2.0)
     assert state("phase", "since_s", "method", "step_id") == ("running", 2.0, "execute_model", 41)
-    rank.end_step(2.5)
+    assert state("taken", "done") == (7, 0)
+    rank.end(2.5)
     assert state("phase", "since_s", "steps", "last_step_s") == ("waiting", 2.5, 1, 0.5)
-    rank.begin("update_weights", 3.0)
+    assert state("taken", "done") == (7, 7)
+    rank.begin(8, "update_weights", 3.0)
     assert state("phase", "since_s", "method", "step_id") == ("running", 3.0, "update_weights", 41)
-    rank.enter("waiting", 4.0)
+    assert state("taken", "done") == (8, 7)
+    rank.end(4.0)
     assert state("phase", "since_s", "method", "steps") == ("waiting", 4.0, "update_weights", 1)
+    assert state("taken", "done", "last_step_s") == (8, 8, 0.5)
 
 
 def test_rows_do_not_touch_each_other(page: StatePage) -> None:
     page.rank(0).error = "x" * 1000
     page.engine.first_error = "y" * 1000
-    page.rank(1).begin_step(3, 1.0)
+    page.rank(1).begin_step(1, 3, 1.0)
     snapshot = page.snapshot()
     assert len(snapshot["ranks"][0]["error"]) == 256
     assert len(snapshot["engine"]["first_error"]) == 512
