@@ -179,7 +179,9 @@ class Request:
 
     def add_block_hash(self, hasher: BlockHasher, block: bytes) -> None:
         """Name the block that a running request has filled, and filed: the int32 tokens `block`."""
-        self.block_hashes += hasher.extend(self._prefix_hash(hasher), block)
+        prefix = self._prefix_hash(hasher)
+        prefix.update(block)
+        self.block_hashes.append(prefix.digest())
 
     def _prefix_hash(self, hasher: BlockHasher) -> PrefixHash:
         """The hash of all tokens that are in named blocks."""

@@ -157,7 +157,7 @@ def _tokens(count: int, seed: int) -> list[int]:
 def _request(request_id: str, prompt: list[int], max_tokens: int, hasher: BlockHasher | None) -> Request:
     return Request(
         request_id,
-        np.array(prompt, np.int32),
+        np.fromiter(prompt, np.int32, len(prompt)),
         SamplingParams(max_tokens=max_tokens, temperature=0.0),
         block_hasher=hasher,
     )

@@ -4,7 +4,6 @@ Runs by itself in an interpreter that can import vLLM 0.33, and prints one JSON 
 """
 
 # mypy: ignore-errors
-# ruff: noqa: E402
 
 from __future__ import annotations
 

@@ -101,11 +101,13 @@ class BlockPool:
         return taken
 
     def name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Content of these blocks, each held by one request, is complete and may be shared from now on."""
+        """The content of these blocks, each held by one request, is complete and may be shared from now
+        on.
+        """
         by_hash, name_of = self._by_hash, self._name
         for block, name in zip(blocks, names, strict=True):
             name_of[block] = name
-        if by_hash.keys().isdisjoint(names):
+        if by_hash.keys().isdisjoint(names) and len(set(names)) == len(names):
             by_hash.update(zip(names, blocks, strict=True))
             return
         for block, name in zip(blocks, names, strict=True):

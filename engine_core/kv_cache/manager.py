@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine_core.counters import Counters
 from engine_core.kv_cache.block_pool import BlockPool
 from engine_core.kv_cache.hashing import BlockHasher
@@ -100,19 +102,28 @@ class KVCacheManager:
         stats, self.prefix_stats = self.prefix_stats, PrefixCacheStats()
         return stats
 
-    def name_blocks(self, request: Request, num_tokens: int) -> None:
-        """Let others find the blocks that the request's first `num_tokens` tokens fill. Their hashes are
-        known.
+    def name_blocks(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> None:
+        """Let others find the blocks that the first `num_tokens` tokens of each request fill.
+
+        The blocks' hashes are known.
         """
         if self.hasher is None:
             return
-        first = request.num_named_blocks
-        last = num_tokens // self.block_size
-        if first < last:
-            if self.pool.events is not None:
-                self._announce(self.pool.events, request, first, last)
-            self.pool.name(request.block_ids[first:last], request.block_hashes[first:last])
+        size, events = self.block_size, self.pool.events
+        blocks: list[int] = []
+        names: list[bytes] = []
+        for request, count in zip(requests, num_tokens, strict=True):
+            first, last = request.num_named_blocks, count // size
+            if first >= last:
+                continue
             request.num_named_blocks = last
+            blocks += request.block_ids[first:last]
+            names += request.block_hashes[first:last]
+            if events is not None:  # told of one request after the other: they may have equal blocks
+                self._announce(events, request, first, last)
+                self.pool.name(blocks, names)
+                blocks, names = [], []
+        self.pool.name(blocks, names)
 
     def _announce(self, events: KVEventRecorder, request: Request, first: int, last: int) -> None:
         """Blocks `first` to `last - 1` are about to be named: tell of each run of contents that are new."""

@@ -106,9 +106,7 @@ class Admission:
         loras = {r.lora.int_id for r in batch.requests if r.lora is not None} if self._max_loras else set()
         while budget > 0 and len(queue) and len(batch) < self._max_running:
             request = queue.peek()
-            if self._must_pass_over(request, loras) or (
-                only_interrupted and request not in self.interrupted
-            ):
+            if self._must_pass_over(request, loras) or (only_interrupted and request not in self.interrupted):
                 passed_over.append(queue.pop())
                 self.deferred.add(request)
                 continue
@@ -132,7 +130,7 @@ class Admission:
             if not kv.admit(request, hits, computed + count, known, reserve_all, keep_watermark):
                 break
             kv.record_lookup(request, known, len(hits))
-            kv.name_blocks(request, computed + count)
+            kv.name_blocks([request], [computed + count])
 
             queue.pop()
             self.deferred.discard(request)

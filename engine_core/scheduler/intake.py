@@ -113,8 +113,9 @@ class Intake:
         if self._is_async:
             c.placeholders[rows] -= 1
             # What this step computed is certain now, also if the request is in no later step.
-            for i in np.flatnonzero(known > c.next_name[rows]).tolist():
-                name_blocks(batch, kv, row_of(i), int(known[i]) - 1)
+            (full,) = (known > c.next_name[rows]).nonzero()
+            if len(full):
+                name_blocks(batch, kv, [row_of(i) for i in full.tolist()], (known[full] - 1).tolist())
 
         leaving: list[int] = []
         rare = (tokens == c.eos[rows]) | (known >= c.limit[rows]) | (c.care[rows] != 0)
@@ -129,10 +130,12 @@ class Intake:
         else:
             collector.add_plain(requests, tokens, c.client[rows], batch.clients)
 
-        for i in np.flatnonzero(position == batch.block_size - 1).tolist():
-            row = row_of(i)
-            if row not in leaving:
-                self._file_block(row, int(known[i]))
+        (full,) = (position == batch.block_size - 1).nonzero()
+        if len(full):
+            filled = {row_of(i): count for i, count in zip(full.tolist(), known[full].tolist(), strict=True)}
+            for row in leaving:
+                filled.pop(row, None)
+            self._file_blocks(filled)
         if leaving:
             gone = [(batch.requests[row], batch.requests[row].slot) for row in leaving]
             batch.remove(leaving)
@@ -190,11 +193,12 @@ class Intake:
             stats = request.prefill_stats(self._kv.block_size)
         collector.add(request, make_output(request, token, logprobs.of(line, request), stats))
 
-    def _file_block(self, row: int, known: int) -> None:
-        """The row's token number `known` filled a block."""
-        block = self._batch.full_block(row, known)
-        if self._kv.hasher is not None:
-            self._batch.requests[row].add_block_hash(self._kv.hasher, block)
+    def _file_blocks(self, filled: dict[int, int]) -> None:
+        """These rows have filled a block with their token of this number."""
+        hasher = self._kv.hasher
+        for request, block in self._batch.file_blocks(list(filled), list(filled.values())):
+            if hasher is not None:
+                request.add_block_hash(hasher, block)
 
     def _append_stale(
         self,

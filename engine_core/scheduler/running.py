@@ -22,6 +22,7 @@ Which columns who writes, and when:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,12 +104,16 @@ class RunningBatch:
         self.clients: dict[int, int] = {}  # client_index: number of its running requests
         self.in_flight: list[InFlightStep] = []  # oldest first
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._columns = Columns(*self.table[:, :0])
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def columns(self) -> Columns:
-        return Columns(*self.table[:, : len(self.requests)])
+        count = len(self.requests)
+        if len(self._columns.slot) != count:
+            self._columns = Columns(*self.table[:, :count])
+        return self._columns
 
     def row(self, row: int) -> Row:
         return Row(*self.table[:, row].tolist())
@@ -146,15 +151,19 @@ class RunningBatch:
         missing = count - len(output)
         return np.concatenate((request.prompt[-missing:], output)) if missing else output
 
-    def full_block(self, row: int, known: int) -> bytes:
-        """The request's known token number `known` is its block's last: file what is not filed yet.
+    def file_blocks(self, rows: list[int], known: list[int]) -> Iterator[tuple[Request, bytes]]:
+        """The known tokens number `known` of these rows are their blocks' last: file what is not filed yet.
 
-        Returns the int32 tokens of the whole block.
+        Yields each request with the int32 tokens of its whole block.
         """
-        request = self.requests[row]
-        block: bytes = self.tail[request.slot].tobytes()
-        request.output += block[-4 * (known - request.num_known_tokens) :]
-        return block
+        size = 4 * self.block_size
+        requests = [self.requests[row] for row in rows]
+        tails = self.tail[[request.slot for request in requests]].tobytes()
+        for i, (request, count) in enumerate(zip(requests, known, strict=True)):
+            block = tails[i * size : i * size + size]
+            unfiled = 4 * (count - request.num_known_tokens)
+            request.output += block[size - unfiled :]
+            yield request, block
 
     def output_tail(self, row: int, count: int) -> list[int]:
         """The last `count` output tokens of a row, or all if there are fewer."""

@@ -18,9 +18,9 @@ from engine_core.scheduler.running import CAPACITY, NEVER, NEXT_NAME, Row, Runni
 from executor.step import Int32s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRules:
-    """What holds for one step."""
+    """What holds for one step. Not changed once made."""
 
     budget: int  # tokens
     long_prefill_limit: int  # tokens of one request; 0: none
@@ -41,11 +41,11 @@ class Grants:
     prefills: bool = False  # one had known tokens left uncomputed by its last step
 
 
-def name_blocks(batch: RunningBatch, kv: KVCacheManager, row: int, num_tokens: int) -> None:
-    """Let others find the blocks that the first `num_tokens` tokens of a row fill."""
-    request = batch.requests[row]
-    kv.name_blocks(request, num_tokens)
-    batch.table[NEXT_NAME, row] = next_name(request, kv)
+def name_blocks(batch: RunningBatch, kv: KVCacheManager, rows: list[int], num_tokens: list[int]) -> None:
+    """Let others find the blocks that the first `num_tokens` tokens of each row fill."""
+    requests = [batch.requests[row] for row in rows]
+    kv.name_blocks(requests, num_tokens)
+    batch.table[NEXT_NAME, rows] = [(request.num_named_blocks + 1) * kv.block_size for request in requests]
 
 
 def next_name(request: Request, kv: KVCacheManager) -> int:
@@ -73,25 +73,25 @@ def grant_together(batch: RunningBatch, kv: KVCacheManager, rules: StepRules) ->
 
     block_slots: list[int] = []
     block_ids: list[int] = []
-    growing = np.flatnonzero(after > c.capacity)
+    (growing,) = (after > c.capacity).nonzero()
     if len(growing):
         needs = -(-(after[growing] - c.capacity[growing]) // batch.block_size)
         if int(needs.sum()) > kv.pool.num_free:
             return None
+        requests = batch.requests
         for row, need in zip(growing.tolist(), needs.tolist(), strict=True):
-            request = batch.requests[row]
-            blocks = kv.grow(request, need)
-            block_ids += blocks
-            block_slots += [request.slot] * need
+            block_ids += kv.grow(requests[row], need)
+        block_slots = np.repeat(c.slot[growing], needs).tolist()
         c.capacity[growing] += needs * np.int32(batch.block_size)
     if kv.hasher is not None:
         filled = np.minimum(after, c.known)
-        for row in np.flatnonzero(filled >= c.next_name).tolist():
-            name_blocks(batch, kv, row, int(filled[row]))
+        (full,) = (filled >= c.next_name).nonzero()
+        if len(full):
+            name_blocks(batch, kv, full.tolist(), filled[full].tolist())
 
     if np.count_nonzero(counts) == len(counts):
         return Grants(None, counts, block_slots, block_ids, prefills=prefills)
-    rows = np.flatnonzero(counts).astype(np.int32)
+    rows = counts.nonzero()[0].astype(np.int32)
     return Grants(rows, counts[rows], block_slots, block_ids, prefills=prefills)
 
 
@@ -130,7 +130,9 @@ def grant_in_order(
             batch.table[CAPACITY, row] += need * batch.block_size
         granted[request] = count
         prefills |= bool(c.chunk)
-        name_blocks(batch, kv, row, min(c.computed + count, c.known))
+        filled = min(c.computed + count, c.known)
+        if filled >= c.next_name:
+            name_blocks(batch, kv, [row], [filled])
         budget -= count
         row += 1
 
