@@ -5,22 +5,40 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from threadpoolctl import ThreadpoolController
 
 T = TypeVar("T")
 Float32s = npt.NDArray[np.float32]
 
-# Columns of a tile. A narrow tile makes each product small enough for the BLAS library's small-matrix
-# kernels, which read the weights once and in order. A large product first copies them, which for a handful of
-# tokens costs more than the arithmetic.
+# Columns of a tile. Large products first copy the weights into an order that suits the kernel, which for a
+# handful of tokens costs more than the arithmetic. OpenBLAS has kernels that do without for small products,
+# on some processors; a narrow tile is small enough for them.
 TILE = 32
+_SMALL_PRODUCT = 1_000_000  # multiplications
+_HAS_SMALL_KERNELS = {"SkylakeX", "Cooperlake", "SapphireRapids"}
 # Multiplications below which waking another thread costs more than it helps.
 WORTH_SHARING = 7_000_000
+
+
+@lru_cache(maxsize=1)
+def blas() -> ThreadpoolController:
+    """The BLAS library that numpy uses, to set its threads."""
+    return ThreadpoolController()
+
+
+def _rows_at_once(in_features: int) -> int:
+    """Rows of a product with one tile that is small in this sense; all of them where there is nothing to
+    gain."""
+    if not any(library.get("architecture") in _HAS_SMALL_KERNELS for library in blas().info()):
+        return 1 << 30
+    return max(1, _SMALL_PRODUCT // (in_features * TILE))
 
 
 class Linear:
@@ -35,18 +53,26 @@ class Linear:
         self._tiles[:whole] = weight[: whole * TILE].reshape(whole, TILE, in_features).transpose(0, 2, 1)
         if whole < tiles:
             self._tiles[whole, :, : self.out_features % TILE] = weight[whole * TILE :].T
+        self._rows_at_once = _rows_at_once(in_features)
 
     def __call__(self, x: Float32s, threads: Threads | None = None) -> Float32s:
         """`x` (n, in_features) -> (n, out_features), the columns shared out among `threads` if it pays."""
         n, tiles = len(x), len(self._tiles)
-        out = np.empty((n, tiles * TILE), np.float32)
-        tiled = out.reshape(n, tiles, TILE).transpose(1, 0, 2)
+        chunks = max(1, -(-n // self._rows_at_once))
+        rows = -(-n // chunks)
+        if chunks * rows > n:
+            x = np.concatenate([x, np.zeros((chunks * rows - n, x.shape[1]), np.float32)])
+        # Every tile meets all chunks of rows before its turn is over, so that it is read from memory once.
+        left = x.reshape(chunks, rows, -1)
+        right = self._tiles[:, None]
+        out = np.empty((chunks * rows, tiles * TILE), np.float32)
+        tiled = out.reshape(chunks, rows, tiles, TILE).transpose(2, 0, 1, 3)
         if threads is None or n * self._tiles.size < WORTH_SHARING:
-            np.matmul(x, self._tiles, out=tiled)
+            np.matmul(left, right, out=tiled)
         else:
             shares = slices(tiles, threads.count)
-            threads.each(lambda part: np.matmul(x, self._tiles[part], out=tiled[part]), shares)
-        return out[:, : self.out_features]
+            threads.each(lambda part: np.matmul(left, right[part], out=tiled[part]), shares)
+        return out[:n, : self.out_features]
 
 
 def slices(total: int, parts: int) -> list[slice]:

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from threadpoolctl import ThreadpoolController
 
 from executor.batch_state import BatchState
 from executor.config import ExecutorConfig
@@ -24,7 +23,7 @@ from executor.worker import ModelInfo, Worker
 
 from .attention import plan_attention
 from .gguf_file import open_model
-from .linear import Threads
+from .linear import Threads, blas
 from .model import Llama, Tokens
 
 Float32s = npt.NDArray[np.float32]
@@ -52,8 +51,6 @@ class SmolLM2Worker(Worker):
     def init_device(self) -> None:
         share = len(os.sched_getaffinity(0)) // self.world_size
         self._threads = Threads(self._options.num_threads or max(1, share))
-        # The BLAS library's own threads are of no use for products as small as a tile's.
-        self._blas = ThreadpoolController()
 
     def load_model(self) -> ModelInfo:
         file = open_model(self.config.model)
@@ -78,7 +75,8 @@ class SmolLM2Worker(Worker):
     def execute_model(self, step: SchedulerOutput, batch: BatchState) -> ModelRunnerOutput:
         if not len(step.slots):  # it only tells of requests that ended
             return self._sampler.sample(np.empty((0, self._model.config.vocab_size), np.float32), step, batch)
-        with self._blas.limit(limits=1, user_api="blas"):
+        # The library's own threads are of no use for products as small as a tile's.
+        with blas().limit(limits=1, user_api="blas"):
             return self._run(step, batch)
 
     def _run(self, step: SchedulerOutput, batch: BatchState) -> ModelRunnerOutput:
