@@ -48,7 +48,7 @@ class Dispatcher:
         self._scheduler = core.scheduler
         self._limits = core.scheduler.limits
         self._max_payload_bytes = self._limits.max_payload_bytes
-        self._encoder = OutputEncoder(engine_index, core.capacity.vocab_size)
+        self._encoder = OutputEncoder(engine_index)
         self._requests = WireDecoder(EngineCoreRequest)
         self._ids = WireDecoder(list[str])
         self._calls = WireDecoder(UtilityRequest)
@@ -90,8 +90,13 @@ class Dispatcher:
         if self.control.waits_for_idle and not self._core.has_work:
             self.control.notify_idle()
 
+    def check_workers(self) -> None:
+        """The workers have failed, it is said."""
+        self._emit(self._core.check_workers())
+
     def abort_client(self, client_index: int) -> int:
         """End the requests of a client that is gone, without outputs; returns how many."""
+        self._encoder.forget(client_index)
         ids = [r.request_id for r in self._scheduler.requests.values() if r.client_index == client_index]
         return len(self._core.abort_requests(ids))
 
@@ -172,7 +177,7 @@ class Dispatcher:
     def _emit(self, outputs: StepOutputs) -> None:
         now = self._clock.monotonic()
         for client_index, client_outputs in outputs.items():
-            frames = self._encoder.outputs(client_outputs, now, self.control.weight_version)
+            frames = self._encoder.outputs(client_index, client_outputs, now, self.control.weight_version)
             if frames is not None:
                 self.outbox.append((client_index, frames))
 

@@ -23,11 +23,11 @@ from engine_core.protocol import (
 from engine_core.wire import WireDecoder
 
 VOCAB = 70_000
-encoder = OutputEncoder(engine_index=3, vocab_size=VOCAB)
+encoder = OutputEncoder(engine_index=3)
 decoder = WireDecoder(EngineCoreOutputs)
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     wire_prefix: bytes
 
@@ -38,7 +38,7 @@ def rows(ids: list[str], tokens: list[int], **more: Any) -> ClientOutputs:
 
 
 def decoded(outputs: ClientOutputs, **arguments: Any) -> EngineCoreOutputs:
-    frames = encoder.outputs(outputs, 12.5, **arguments)
+    frames = encoder.outputs(0, outputs, 12.5, **arguments)
     assert frames is not None
     return decoder.decode(frames)
 
@@ -52,6 +52,26 @@ def test_plain_rows_decode_to_one_token_each(count: int) -> None:
     assert [output.request_id for output in message.outputs] == ids
     assert [output.new_token_ids for output in message.outputs] == [[token] for token in tokens]
     assert all(output.finish_reason is None for output in message.outputs)
+
+
+def test_rows_follow_the_requests_from_message_to_message() -> None:
+    """Per client: the same requests again, others, fewer, in another order, and a list changed in place."""
+    requests: list[Any] = [Row(wire_prefix(f"r{i}" * i)) for i in range(1, 9)]
+    rng = np.random.default_rng(0)
+    shared = requests[:3]
+    for step, chosen in enumerate(
+        [requests, requests, requests[2:], requests[::-1], shared, shared, requests[:1], requests]
+    ):
+        if step == 5:
+            shared[1] = requests[7]
+        for client in (0, 7):
+            tokens = rng.integers(0, VOCAB, len(chosen)).astype(np.int32)
+            frames = encoder.outputs(client, ClientOutputs(chosen, tokens), 1.0)
+            assert frames is not None
+            outputs = decoder.decode(frames).outputs
+            assert [wire_prefix(output.request_id) for output in outputs] == [r.wire_prefix for r in chosen]
+            assert [output.new_token_ids for output in outputs] == [[token] for token in tokens.tolist()]
+    encoder.forget(7)
 
 
 def test_tokens_of_every_width_are_encoded() -> None:
@@ -69,7 +89,7 @@ def test_rare_outputs_join_the_plain_rows_in_one_envelope() -> None:
         EngineCoreOutput("c", [], finish_reason=FinishReason.ABORT),
     ]
     outputs = rows(["a"], [9], outputs=more, finished_requests=["c"], scheduler_stats=SchedulerStats(1, 2))
-    frames = encoder.outputs(outputs, 1.0, "v7")
+    frames = encoder.outputs(0, outputs, 1.0, "v7")
     assert frames is not None and len(frames) == 3
     message = decoder.decode(frames)
     assert [output.request_id for output in message.outputs] == ["a", "b", "c"]
@@ -81,12 +101,12 @@ def test_rare_outputs_join_the_plain_rows_in_one_envelope() -> None:
 
 
 def test_nothing_to_say_makes_no_message() -> None:
-    assert encoder.outputs(ClientOutputs(), 1.0) is None
-    assert encoder.outputs(ClientOutputs(finished_requests=[]), 1.0) is None
+    assert encoder.outputs(0, ClientOutputs(), 1.0) is None
+    assert encoder.outputs(0, ClientOutputs(finished_requests=[]), 1.0) is None
 
 
 def test_messages_have_nine_fields_and_one_family() -> None:
-    frames = encoder.outputs(rows(["a"], [1], scheduler_stats=SchedulerStats()), 1.0)
+    frames = encoder.outputs(0, rows(["a"], [1], scheduler_stats=SchedulerStats()), 1.0)
     assert frames is not None
     assert len(raw := msgspec.msgpack.decode(frames[0])) == 9 and raw[4] is raw[6] is raw[7] is None
     raw = msgspec.msgpack.decode(encoder.utility(UtilityOutput(7, None, (None, ["generate"])), 1.0)[0])
