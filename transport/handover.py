@@ -136,26 +136,24 @@ class Reception:
         self._ring.close_fd()
 
     def _welcome(self, connection: socket.socket, index: int) -> Arrival | None:
-        connection.settimeout(_REQUEST_TIMEOUT_S)
         pid, uid = peer_of(connection)
-        request: _Request | None = None
-        refused = f"it belongs to user {uid}, the queue to user {os.getuid()}" if uid != os.getuid() else ""
-        if not refused:
-            try:
-                request = msgspec.msgpack.decode(connection.recv(4096), type=_Request)
-            except msgspec.MsgspecError as error:
-                refused = f"not a request to attach: {error}"
-        if request is not None:
-            if request.version != _VERSION:
-                refused = f"it speaks version {request.version} of the transport, the writer {_VERSION}"
-            elif not hmac.compare_digest(request.token, self._token):
-                refused = "wrong token"
-            else:
-                refused = self._roster.claim(request.rank)
-        if refused or request is None:
-            logger.warning("process %d was not attached to a queue: %s", pid, refused)
-            connection.send(msgspec.msgpack.encode(_Reply(refused)))
+        if uid != os.getuid():  # is owed no answer, and could keep others waiting for its request
+            logger.warning("process %d of user %d was not attached to a queue", pid, uid)
             return None
+        connection.settimeout(_REQUEST_TIMEOUT_S)
+        data = connection.recv(4096)
+        try:
+            request = msgspec.msgpack.decode(data, type=_Request)
+        except msgspec.MsgspecError as error:
+            return self._refuse(connection, pid, f"not a request to attach: {error}")
+        if request.version != _VERSION:
+            reason = f"it speaks version {request.version} of the transport, the writer {_VERSION}"
+            return self._refuse(connection, pid, reason)
+        if not hmac.compare_digest(request.token, self._token):
+            return self._refuse(connection, pid, "wrong token")
+        refused = self._roster.claim(request.rank)
+        if refused:
+            return self._refuse(connection, pid, refused)
         pidfd = os.pidfd_open(pid)
         reply = msgspec.msgpack.encode(_Reply("", index))
         arrival = Arrival(request.rank, index, pid, pidfd, connection)
@@ -165,6 +163,10 @@ class Reception:
                 connection, [reply], [self._ring.fd, self._doorbells[index], self._writer_doorbell]
             )
         return arrival
+
+    def _refuse(self, connection: socket.socket, pid: int, reason: str) -> None:
+        logger.warning("process %d was not attached to a queue: %s", pid, reason)
+        connection.send(msgspec.msgpack.encode(_Reply(reason)))
 
 
 @dataclass(slots=True)

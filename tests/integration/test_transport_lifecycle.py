@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.transport_peers import ROOT, message, packed, peers, queue, start_readers
@@ -81,6 +83,27 @@ def test_an_inherited_end_closed_in_a_forked_child_stays_open_in_the_parent() ->
         assert os.waitpid(child, 0)[1] == 0
         writer.enqueue(b"still here", timeout_s=1)
         assert reader.dequeue_copy(1) == b"still here"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused_even_with_the_token() -> None:
+    with queue(1) as writer:
+        handle = writer.handle()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setuid(65534)
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                    connection.connect("\0" + handle.address)
+                    connection.send(msgspec.msgpack.encode([1, handle.token, 0]))
+                    os._exit(1 if connection.recv(4096) else 0)
+            except ConnectionError:
+                os._exit(0)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        with MessageQueue.attach(handle, 0, timeout_s=5):
+            writer.wait_until_ready(5)
 
 
 def test_an_idle_reader_uses_no_cpu() -> None:

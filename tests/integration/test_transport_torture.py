@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.transport_peers import ROOT, peers, queue, send_all, start_readers
 
@@ -23,6 +25,26 @@ def test_every_byte_arrives_through_wraps_pauses_and_sleeps(n: int, wait: str) -
     with peers() as start, queue(n) as writer:
         readers = start_readers(start, writer, n, pause=2e-3, wait=wait)
         send_all(writer, sizes, pause=1e-3)
+        writer.close()
+        for reader in readers:
+            result = reader.read()
+            assert (result["count"], result["wrong"], result["error"]) == (len(sizes), 0, "QueueClosed")
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    n=st.integers(1, 8),
+    capacity=st.sampled_from([4096, 1 << 14, 1 << 18]),
+    sizes=st.lists(st.one_of(st.integers(0, 200), st.integers(0, 20_000)), min_size=1, max_size=500),
+    pauses=st.tuples(*[st.sampled_from([0.0, 1e-4, 5e-3])] * 2),
+    wait=st.sampled_from(["default", "few_cores", "lowest_latency"]),
+)
+def test_any_sizes_readers_and_pauses(
+    n: int, capacity: int, sizes: list[int], pauses: tuple[float, float], wait: str
+) -> None:
+    with peers() as start, queue(n, capacity) as writer:
+        readers = start_readers(start, writer, n, pause=pauses[0], wait=wait)
+        send_all(writer, sizes, pause=pauses[1])
         writer.close()
         for reader in readers:
             result = reader.read()
