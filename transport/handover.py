@@ -141,22 +141,14 @@ class Reception:
             logger.warning("process %d of user %d was not attached to a queue", pid, uid)
             return None
         connection.settimeout(_REQUEST_TIMEOUT_S)
-        data = connection.recv(4096)
-        try:
-            request = msgspec.msgpack.decode(data, type=_Request)
-        except msgspec.MsgspecError as error:
-            return self._refuse(connection, pid, f"not a request to attach: {error}")
-        if request.version != _VERSION:
-            reason = f"it speaks version {request.version} of the transport, the writer {_VERSION}"
-            return self._refuse(connection, pid, reason)
-        if not hmac.compare_digest(request.token, self._token):
-            return self._refuse(connection, pid, "wrong token")
-        refused = self._roster.claim(request.rank)
-        if refused:
-            return self._refuse(connection, pid, refused)
+        rank = self._judge(connection.recv(4096))
+        if isinstance(rank, str):
+            logger.warning("process %d was not attached to a queue: %s", pid, rank)
+            connection.send(msgspec.msgpack.encode(_Reply(rank)))
+            return None
         pidfd = os.pidfd_open(pid)
         reply = msgspec.msgpack.encode(_Reply("", index))
-        arrival = Arrival(request.rank, index, pid, pidfd, connection)
+        arrival = Arrival(rank, index, pid, pidfd, connection)
         # A reader that dies from here on is a dead reader: its place is taken and its connection hangs up.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(
@@ -164,9 +156,17 @@ class Reception:
             )
         return arrival
 
-    def _refuse(self, connection: socket.socket, pid: int, reason: str) -> None:
-        logger.warning("process %d was not attached to a queue: %s", pid, reason)
-        connection.send(msgspec.msgpack.encode(_Reply(reason)))
+    def _judge(self, data: bytes) -> int | str:
+        """The rank that a request is for, or why it is refused."""
+        try:
+            request = msgspec.msgpack.decode(data, type=_Request)
+        except msgspec.MsgspecError as error:
+            return f"not a request to attach: {error}"
+        if request.version != _VERSION:
+            return f"it speaks version {request.version} of the transport, the writer {_VERSION}"
+        if not hmac.compare_digest(request.token, self._token):
+            return "wrong token"
+        return self._roster.claim(request.rank) or request.rank
 
 
 @dataclass(slots=True)
