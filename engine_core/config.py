@@ -142,6 +142,19 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     log_stats: Annotated[bool, Meta(title="Process", description="report statistics to the front ends")] = (
         True
     )
+    on_worker_failure: Annotated[
+        Literal["restart", "fail"],
+        Meta(
+            title="Failures and deadlines",
+            description="restart: start the ranks anew, lose no request; fail: end the engine, as vLLM does",
+        ),
+    ] = "restart"
+    max_worker_restarts: Annotated[
+        int, Meta(ge=0, description="restarts of the ranks within --restart-window-s; then the engine ends")
+    ] = 5
+    restart_window_s: Annotated[
+        float, Meta(gt=0.0, description="seconds after which a restart does not count any more")
+    ] = 300.0
     shutdown_timeout: Annotated[
         float, Meta(ge=0.0, description="seconds to finish running requests after SIGTERM; 0: abort them")
     ] = 0.0

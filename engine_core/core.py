@@ -3,31 +3,40 @@
 A test, a simulation or `EngineCoreProc` calls `step_fn` while `has_work`. With async scheduling that is
 `step_with_batch_queue`: the next step is planned and sent before the answer to the one before is taken in, so
 that the workers never wait for the scheduler.
+
+When the workers fail they are restarted, within the limits of `recovery`, and all requests are computed anew
+from their tokens. What was in flight is dropped: none of it was delivered, so no token is delivered twice.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future as RestartFuture
 
 import numpy as np
 
 from engine_core.config import ConfigError, EngineConfig
-from engine_core.outputs import StepOutputs
-from engine_core.protocol import FinishReason
+from engine_core.outputs import StepOutputs, finish_outputs
+from engine_core.protocol import FinishReason, OutputError
+from engine_core.recovery import Recovery, Restart, RestartImpossible
 from engine_core.request import Request
 from engine_core.scheduler.observed import SchedulerObserver, observed
 from engine_core.scheduler.plug_in import scheduler_class
 from engine_core.scheduler.scheduler import Scheduler
 from executor.base import Completed, EngineCapacity, Executor, Future
+from executor.errors import ExecutorError
 from executor.step import EMPTY, ModelRunnerOutput, SchedulerOutput
 from transport.clock import SYSTEM_CLOCK, Clock
+
+logger = logging.getLogger("engine_core")
 
 BATCH_QUEUE_SIZE = 2  # steps in flight with async scheduling
 
 
 class EngineCore:
-    """All methods belong to one thread. Errors of the executor come out of the step methods."""
+    """All methods belong to one thread. An `ExecutorError` comes out of a method if there is no going on."""
 
     def __init__(
         self,
@@ -38,13 +47,15 @@ class EngineCore:
         take_aborts: Callable[[], Iterable[str]] | None = None,
         track_finished: bool = False,
         make_observer: Callable[[EngineCapacity], SchedulerObserver] | None = None,
+        on_restarted: Callable[[], None] | None = None,
     ) -> None:
         """Starts the workers. Raises `ExecutorError`, or `ConfigError` if options do not suit the model.
 
         `take_aborts` is asked for ids to abort when a step's answer is there but not taken in yet: its
         tokens are not sent then. `track_finished` has the outputs name all ended requests, for a
         data-parallel coordinator. `make_observer` is called once the workers' capacity is known; what it
-        returns hears of everything that the scheduler is told and decides.
+        returns hears of everything that the scheduler is told and decides. `on_restarted` is called from any
+        thread when workers have been restarted, or could not be: `step_fn` does not have to wait any more.
         """
         scheduler_cls = scheduler_class(config)
         self.config = config
@@ -68,11 +79,23 @@ class EngineCore:
         self.batch_queue: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self.step_fn = self.step_with_batch_queue if config.async_scheduling else self.step
         self._take_aborts = take_aborts
+        restarts = config.max_worker_restarts if config.on_worker_failure == "restart" else 0
+        self.recovery = Recovery(restarts, config.restart_window_s, clock)
+        self.num_restarts = 0
+        self._on_restarted = on_restarted
+        self._restart: RestartFuture[None] | None = None  # the workers are being restarted
+        self._num_tokens_made = 0
+        self._clock = clock
 
     @property
     def has_work(self) -> bool:
         """Whether `step_fn` has something to do."""
-        return bool(self.batch_queue) or self.scheduler.has_requests()
+        return bool(self.batch_queue) or self._restart is not None or self.scheduler.has_requests()
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether `step_fn` would wait for workers to come up."""
+        return self._restart is not None and not self._restart.done()
 
     def add_request(self, request: Request) -> None:
         """Raises `RequestError` if the request is refused."""
@@ -86,13 +109,28 @@ class EngineCore:
 
     def step(self) -> StepOutputs:
         """Plan a step, have it run, take in its outcome."""
+        return self._survive(self._step)
+
+    def step_with_batch_queue(self) -> StepOutputs:
+        """Plan and send a step if there is one; unless the queue has room for another, take in the oldest."""
+        return self._survive(self._step_with_batch_queue)
+
+    def check_workers(self) -> StepOutputs:
+        """Go on after a failure that was noticed while no step waited for it."""
+        if self._restart is None:
+            try:
+                self.executor.check_failed()
+            except ExecutorError as error:
+                return self._recover(error)
+        return {}
+
+    def _step(self) -> StepOutputs:
         if not self.scheduler.has_requests():
             return {}
         step = self.scheduler.schedule()
         return self._take_in(step, self._submit(step))
 
-    def step_with_batch_queue(self) -> StepOutputs:
-        """Plan and send a step if there is one; unless the queue has room for another, take in the oldest."""
+    def _step_with_batch_queue(self) -> StepOutputs:
         queue = self.batch_queue
         if self.scheduler.has_requests():
             step = self.scheduler.schedule()
@@ -112,7 +150,91 @@ class EngineCore:
         output = future.result()
         if self._take_aborts is not None:
             self.abort_requests(self._take_aborts())
-        return self.scheduler.update_from_output(step, output)
+        outputs = self.scheduler.update_from_output(step, output)
+        for client in outputs.values():
+            self._num_tokens_made += len(client.requests) + len(client.outputs)
+        return outputs
+
+    # Failures of the workers
+
+    def _survive(self, step: Callable[[], StepOutputs]) -> StepOutputs:
+        if self._restart is not None and not self._finish_restart(self._restart):
+            return {}
+        try:
+            outputs = step()
+        except ExecutorError as error:
+            return self._recover(error)
+        if self.recovery.is_watching:
+            self._observe()
+        return outputs
+
+    def _recover(self, cause: ExecutorError) -> StepOutputs:
+        """Begin a restart. Returns the last output of a request that is to blame. Raises the cause if this is
+        the end.
+        """
+        lost_call = self.executor.lost_call
+        if self.recovery.max_restarts == 0:
+            raise cause
+        if lost_call is not None:
+            raise RestartImpossible(cause, lost_call)
+        suspects = self._suspects(cause)
+        decision = self.recovery.failed(cause, suspects, self._num_tokens_made)
+        self.batch_queue.clear()
+        self.scheduler.restart()
+        outputs: StepOutputs = {}
+        if decision.convicted is not None:
+            convicted = self.scheduler.finish_requests([decision.convicted], FinishReason.ERROR)
+            outputs = finish_outputs(convicted, OutputError("worker_error", str(cause), False))
+        self.scheduler.allow_only(self.recovery.allowed)
+        logger.error("%s\nrestarting the ranks: %s", cause.report(), self._outlook(decision))
+        self._begin_restart(decision)
+        return outputs
+
+    def _suspects(self, cause: ExecutorError) -> dict[str, int]:
+        """The requests of the step that failed, with the tokens that they know."""
+        step_id = getattr(cause, "step_id", None)
+        if step_id is None:
+            return {}
+        in_step = [request.request_id for request in self.scheduler.requests_of_step(step_id)]
+        known = self.scheduler.known_tokens(in_step)
+        return {request_id: known[request_id] for request_id in in_step}
+
+    def _outlook(self, decision: Restart) -> str:
+        words = [f"{len(self.scheduler.requests)} requests will be computed anew"]
+        if decision.convicted is not None:
+            words.append(f"request {decision.convicted} is to blame and ends with an error")
+        allowed = self.recovery.allowed
+        if allowed is not None:
+            words.append(f"{len(allowed)} of them first, to find the one that is to blame")
+        return "; ".join(words)
+
+    def _begin_restart(self, decision: Restart) -> None:
+        self._restart_began_s = self._clock.monotonic()
+        self._restart = self.executor.restart(decision.after_s)
+        if self._on_restarted is not None:
+            on_restarted = self._on_restarted
+            self._restart.add_done_callback(lambda _: on_restarted())
+
+    def _finish_restart(self, restart: RestartFuture[None]) -> bool:
+        """Wait for the workers; whether they are up. If not, another attempt is on its way."""
+        try:
+            restart.result()  # no deadline: each phase of a start has its own
+        except ExecutorError as error:
+            decision = self.recovery.start_failed(error)
+            logger.error("%s\nthe ranks did not come up; trying again", error.report())
+            self._begin_restart(decision)
+            return False
+        self._restart = None
+        self.num_restarts += 1
+        self.recovery.restarted()
+        took_s = self._clock.monotonic() - self._restart_began_s
+        logger.warning("the ranks are up again after %.2f s", took_s)
+        return True
+
+    def _observe(self) -> None:
+        """Tell who of those under suspicion got on."""
+        if self.recovery.observe(self.scheduler.known_tokens(self.recovery.observed)):
+            self.scheduler.allow_only(self.recovery.allowed)
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forget cached KV, after a change of weights for example. See `Scheduler.reset_prefix_cache`."""

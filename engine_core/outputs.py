@@ -7,14 +7,17 @@ that no object is made per token; everything rarer (first and last outputs, log-
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from engine_core.protocol import EngineCoreOutput, OutputError
+
 if TYPE_CHECKING:
-    from engine_core.protocol import EngineCoreOutput, SchedulerStats
+    from engine_core.protocol import SchedulerStats
     from engine_core.request import Request
 
 
@@ -31,3 +34,16 @@ class ClientOutputs:
 
 
 StepOutputs = dict[int, ClientOutputs]  # by client index
+
+
+def finish_outputs(requests: Iterable[Request], error: OutputError | None = None) -> StepOutputs:
+    """The last output of requests that were ended from outside; `error` says why they failed, if so."""
+    outputs: StepOutputs = {}
+    for request in requests:
+        client = outputs.setdefault(request.client_index, ClientOutputs(finished_requests=[]))
+        client.outputs.append(
+            EngineCoreOutput(request.request_id, [], finish_reason=request.finish_reason, error=error)
+        )
+        assert client.finished_requests is not None
+        client.finished_requests.append(request.request_id)
+    return outputs

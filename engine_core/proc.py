@@ -101,6 +101,7 @@ class EngineCoreProc:
         self._poller.register(inbox.fd, zmq.POLLIN)
         self._unread: deque[tuple[ClientSockets, list[bytes]]] = deque()
         self._published_counts = (0, 0)
+        self._workers_failed = False  # perhaps those before the last restart
         self._stop_reason: str | None = None
         self._drain_until = 0.0  # monotonic, once there is a reason to stop
 
@@ -117,10 +118,14 @@ class EngineCoreProc:
         """Serve until told to stop; returns why. Errors of the executor come out."""
         core, dispatcher = self._core, self._dispatcher
         while not self._is_done():
-            self._receive(block=not core.has_work and not self._unread)
+            can_step = core.has_work and not core.is_restarting
+            self._receive(0 if can_step or self._unread else self._longest_wait_ms())
             self._dispatch()
             self._publish_counts()
-            if core.has_work:
+            if self._workers_failed:
+                self._workers_failed = False
+                dispatcher.check_workers()
+            if core.has_work and not core.is_restarting:
                 dispatcher.step()
                 self._publish_counts()
             self._send()
@@ -130,7 +135,7 @@ class EngineCoreProc:
 
     def take_aborts(self) -> list[str]:
         """Ids to abort, from messages that came while a step ran."""
-        self._receive(block=False)
+        self._receive(0)
         aborted_ids = self._dispatcher.aborted_ids
         return [request_id for _, frames in self._unread for request_id in aborted_ids(frames)]
 
@@ -147,8 +152,8 @@ class EngineCoreProc:
 
     # Input
 
-    def _receive(self, block: bool) -> None:
-        for source, _ in self._poller.poll(None if block else 0):
+    def _receive(self, wait_ms: int | None) -> None:
+        for source, _ in self._poller.poll(wait_ms):
             if source == self._inbox.fd:
                 self._take_events()
             elif source in self._by_input:
@@ -183,7 +188,7 @@ class EngineCoreProc:
             elif isinstance(event, StopAsked):
                 self._begin_stop(event.reason)
             else:
-                raise event
+                self._workers_failed = True  # not now: a step may be about to be taken in
 
     def _remove_client(self, client_index: int) -> None:
         client = self._clients.pop(client_index)
@@ -224,6 +229,12 @@ class EngineCoreProc:
         logger.info("stopping (%s), %s", reason, f"within {limit_s:g} s" if limit_s else "at once")
         self._drain_until = self._clock.monotonic() + limit_s
         self._signals.force_after(limit_s + self._config.stop_grace_s + TEARDOWN_GRACE_S)
+
+    def _longest_wait_ms(self) -> int | None:
+        """How long to wait for messages when there is nothing to do: for ever, unless it is time to end."""
+        if self._stop_reason is None:
+            return None
+        return max(0, int((self._drain_until - self._clock.monotonic()) * 1000) + 1)
 
     def _is_done(self) -> bool:
         """Whether to stop now: requests have ended, or their time is up."""
@@ -323,6 +334,7 @@ def _start(
         clock,
         take_aborts=lambda: proc.take_aborts(),
         track_finished=addresses is not None and addresses.coordinator_output is not None,
+        on_restarted=inbox.wake,
         make_observer=make_recorder if config.record else None,
     )
     executor.set_failure_callback(inbox.put)

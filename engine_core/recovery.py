@@ -79,6 +79,29 @@ class RestartsExhausted(ExecutorError):
         return f"the ranks are not restarted more than {self.max_restarts} times within {self.window_s:g} s"
 
 
+class RestartImpossible(ExecutorError):
+    """The ranks failed with `cause`, and new ones would not be what those before were, since `method` was
+    called.
+    """
+
+    def __init__(self, cause: ExecutorError, method: str) -> None:
+        super().__init__(cause, method)
+        self.cause = cause
+        self.method = method
+
+    def __str__(self) -> str:
+        return f"{self.cause} ({self._why()})"
+
+    def report(self) -> str:
+        return f"{self.cause.report()}\n{self._why()}"
+
+    def _why(self) -> str:
+        return (
+            f"the ranks are not restarted, because {self.method} has changed them since they started "
+            "and nobody has kept what it gave them"
+        )
+
+
 @dataclass(slots=True)
 class _Group:
     """Requests that are tried together. `pending` are those that have not got on since they failed."""

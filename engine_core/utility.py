@@ -15,11 +15,9 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 
 from engine_core.core import EngineCore
-from engine_core.outputs import ClientOutputs, StepOutputs
-from engine_core.protocol import EngineCoreOutput, FinishReason, UtilityOutput, UtilityRequest
-from engine_core.request import Request
+from engine_core.outputs import StepOutputs, finish_outputs
+from engine_core.protocol import FinishReason, UtilityOutput, UtilityRequest
 from engine_core.scheduler.scheduler import PauseState
-from executor.errors import ExecutorError
 
 logger = logging.getLogger("engine_core")
 
@@ -83,9 +81,6 @@ class EngineControl:
             if signature is None:
                 raise AttributeError(f"there is no utility method {request.method!r:.100}")
             result = signature.call(request.args)
-        except ExecutorError as error:
-            self._core.executor.check_failed()  # a failed group ends the engine, a failed call does not
-            done(None, error)
         except Exception as error:  # whatever a method raises is its caller's answer
             done(None, error)
         else:
@@ -266,17 +261,6 @@ class EngineControl:
     def _clear_caches(self) -> None:
         if not self._core.reset_prefix_cache(reset_running=True):
             raise RuntimeError("the prefix cache could not be reset: requests still hold blocks")
-
-
-def finish_outputs(requests: list[Request]) -> StepOutputs:
-    """The last output of requests that were ended from outside, by client."""
-    outputs: StepOutputs = {}
-    for request in requests:
-        client = outputs.setdefault(request.client_index, ClientOutputs(finished_requests=[]))
-        client.outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=request.finish_reason))
-        assert client.finished_requests is not None
-        client.finished_requests.append(request.request_id)
-    return outputs
 
 
 def _settle(deferred: Deferred, action: Callable[[], None]) -> None:

@@ -59,7 +59,7 @@ def test_kill_engine_is_told_to_every_waiter_and_leaves_nothing(ranks: int) -> N
 
 def test_kill_worker_tells_the_first_cause(request: pytest.FixtureRequest) -> None:
     address = lobby_name(request)
-    config = mock_config(tensor_parallel_size=2, step_ms=2)
+    config = mock_config(tensor_parallel_size=2, step_ms=2, on_worker_failure="fail")
     with EngineClient.launch(config, lobby=address) as client, EngineClient.connect(address) as other:
         other.add_request(prompt(3, 10), LONG)
         stream = client.generate(prompt(1, 10), LONG)
@@ -73,7 +73,8 @@ def test_kill_worker_tells_the_first_cause(request: pytest.FixtureRequest) -> No
 
 
 def test_kill_idle_worker_is_noticed_without_a_request() -> None:
-    with EngineClient.launch(mock_config(tensor_parallel_size=2)) as client:
+    config = mock_config(tensor_parallel_size=2, on_worker_failure="fail")
+    with EngineClient.launch(config) as client:
         victim = children_of(client.engine_pid)[1]
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: not is_running(client.engine_pid), "the engine's end")
