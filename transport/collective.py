@@ -44,7 +44,9 @@ from transport.waiting import TOTAL_STORE_ORDER, Sleeper, SpinCondition, WaitPol
 Array = npt.NDArray[Any]
 
 MAX_RANKS = 64
-DEFAULT_CHUNK_BYTES = 256 << 10  # the buffers of a few ranks fit the cache that they share
+DEFAULT_CHUNK_BYTES = (
+    1 << 20
+)  # fewer, longer pieces: each costs a wait, and with more ranks than cores a turn
 
 _MAGIC = int.from_bytes(b"eccoll\x00\x01", "little")
 _MAGIC_WORD, _RANKS, _CHUNK = 0, 1, 2  # indices of words
