@@ -101,6 +101,7 @@ class Sleeper:
         self._doorbell = doorbell
         self._queue = queue
         self._on_event = on_event
+        self._cancel_lock = threading.Lock()
         self._cancel_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = select.poll()
         if doorbell is not None:
@@ -116,10 +117,14 @@ class Sleeper:
     def cancel(self) -> None:
         """From any thread: end the wait of this one, and every later one, with Cancelled."""
         self.cancelled = True
-        os.eventfd_write(self._cancel_fd, 1)  # stays readable: nobody reads it
+        with self._cancel_lock:
+            if self._cancel_fd >= 0:
+                os.eventfd_write(self._cancel_fd, 1)  # stays readable: nobody reads it
 
     def close(self) -> None:
-        os.close(self._cancel_fd)
+        with self._cancel_lock:
+            os.close(self._cancel_fd)
+            self._cancel_fd = -1
 
     def sleep(self, timeout_s: float) -> None:
         """Until a descriptor is ready, at most `timeout_s`, often less.

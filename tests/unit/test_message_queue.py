@@ -249,6 +249,18 @@ def test_what_was_sent_before_close_is_read_before_the_reader_hears_of_it(make: 
         writer.enqueue(b"", timeout_s=1)
 
 
+def test_cancel_after_close_touches_no_descriptor(make: Make) -> None:
+    writer, (reader,) = make()
+    for queue in (writer, reader):
+        queue.close()
+        others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(20)]  # the numbers that were given back
+        queue.cancel()
+        for fd in others:
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(fd)
+            os.close(fd)
+
+
 def test_close_wakes_a_sleeping_reader(make: Make) -> None:
     writer, (reader,) = make()
     timer = threading.Timer(0.1, writer.close)
