@@ -344,7 +344,7 @@ def test_second_signal_forces() -> None:
 
 
 def test_crash_is_told_with_the_sentinel_and_a_first_cause() -> None:
-    config = mock_config(step_ms=1, tensor_parallel_size=2)
+    config = mock_config(step_ms=1, tensor_parallel_size=2, on_worker_failure="fail")
     with FakeFrontEnd(num_servers=2) as front_end:
         spec = FrontEnd(handshake_address=front_end.handshake_address)
         with engine_process(config, spec) as process:
