@@ -88,7 +88,7 @@ async def _replay(args: argparse.Namespace, requests: list[TraceRequest], config
         info = client.info
         if args.connect is None:
             say(
-                f"engine ready after {clock.monotonic() - begun_s:.1f} s: {info.world_size} worker ranks, "
+                f"engine ready after {clock.monotonic() - begun_s:.1f} s: {info.world_size} worker rank(s), "
                 f"{info.num_gpu_blocks:,} KV blocks of {info.block_size} tokens"
             )
         if info.vocab_size is None:

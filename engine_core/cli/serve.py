@@ -109,7 +109,7 @@ def _run(config: EngineConfig, front_end: FrontEnd | None, lobby_address: str | 
 def _announce(serving: Serving) -> None:
     ready = serving.ready
     logger.info(
-        "serving: %d worker ranks, %d KV blocks of %d tokens, requests up to %d tokens",
+        "serving: %d worker rank(s), %d KV blocks of %d tokens, requests up to %d tokens",
         ready.world_size,
         ready.num_gpu_blocks,
         ready.block_size,

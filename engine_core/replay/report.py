@@ -39,7 +39,9 @@ class Report(msgspec.Struct, kw_only=True):
     prompt_tokens: int  # of the requests sent
     output_tokens: int  # received
     prefix_hit_tokens: int  # prompt tokens that the engine found in its prefix cache
-    prefix_hit_tokens_unbounded: int | None  # the same for a cache that never evicts, by calculation
+    prefix_hit_tokens_unbounded: (
+        int | None
+    )  # of the same requests in a cache that never evicts, by calculation
     preemptions: int | None  # of these requests; None: the engine does not report events
     engine_steps: int | None
     wall_s: float
@@ -88,7 +90,7 @@ def make_report(
         prefix_hit_tokens=sum(record.num_cached_tokens for record in records),
         prefix_hit_tokens_unbounded=None
         if unbounded_hits is None
-        else sum(unbounded_hits[record.request.row] for record in records),
+        else sum(unbounded_hits[record.request.row] for record in answered),
         preemptions=_sum_if_known(record.num_preemptions for record in answered),
         engine_steps=engine_steps,
         wall_s=round(wall_s, 3),
