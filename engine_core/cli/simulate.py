@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -88,6 +89,15 @@ def add_arguments(parser: Parser) -> None:
         metavar="NAME=VALUES",
         help="simulate once for each value of the rate or of an option of the engine: rate=1..20, "
         "rate=0.5..4..0.5, num-gpu-blocks-override=1000,5000; a sweep of the rate finds its knee",
+    )
+    group.add_argument(
+        "--versus",
+        type=_label_and_options,
+        action="append",
+        default=[],
+        metavar="LABEL=OPTIONS",
+        help="simulate once more with these options beside the others, and report and draw both: "
+        "--versus 'no cache=--no-enable-prefix-caching'; may be repeated",
     )
     add_engine_options(parser)
 
@@ -188,43 +198,84 @@ def _number_from(low: float, high: float) -> Callable[[str], float]:
     return parsed
 
 
+def _label_and_options(text: str) -> tuple[str, list[str]]:
+    label, separator, options = text.partition("=")
+    if not separator or not label:
+        raise argparse.ArgumentTypeError(f"{text!r} must read LABEL=OPTIONS")
+    return label.strip(), shlex.split(options)
+
+
 def run(parser: Parser, args: argparse.Namespace) -> int:
+    scenarios = {"": args} if not args.versus else {"base": args}
+    for label, options in args.versus:
+        if label in scenarios:
+            parser.error(f"--versus: there are two of the label {label!r}")
+        scenarios[label] = _with_options(parser, args, options)
+    for scenario in scenarios.values():
+        _check_options(parser, scenario)
+    prepared = {
+        label: Scenario(parser, scenario, engine_config(parser, scenario, log_stats=False))
+        for label, scenario in scenarios.items()
+    }
+    return _sweep(args, prepared) if args.sweep is not None else _simulate(args, prepared)
+
+
+def _with_options(parser: Parser, args: argparse.Namespace, options: list[str]) -> argparse.Namespace:
+    changed = parser.parse_args(options, argparse.Namespace(**vars(args)))
+    if changed.trace is None:  # argparse resets it
+        changed.trace = args.trace
+    return changed
+
+
+def _check_options(parser: Parser, args: argparse.Namespace) -> None:
     sweeps_rate = args.sweep is not None and args.sweep[0] == "rate"
     if args.trace is None and args.rate is None and not sweeps_rate:
         parser.error("give a TRACE, or a --rate for generated traffic")
     if args.speed is not None and (args.trace is None or args.rate is not None or sweeps_rate):
         parser.error("--speed is for a TRACE, and excludes a rate")
-    if args.csv is not None and args.sweep is not None:
-        parser.error("--csv is for one simulation, not for a --sweep")
-    scenario = Scenario(parser, args, engine_config(parser, args, log_stats=False))
-    return _sweep(scenario, *args.sweep) if args.sweep is not None else _simulate_once(scenario)
+    if args.csv is not None and (args.sweep is not None or args.versus):
+        parser.error("--csv is for one simulation, without --sweep and --versus")
 
 
-def _simulate_once(scenario: Scenario) -> int:
-    args = scenario.args
+def _simulate(args: argparse.Namespace, scenarios: dict[str, Scenario]) -> int:
+    reports, timelines = {}, []
     with _csv_writer(args.csv) as on_result:
-        report, timeline = scenario.simulate(scenario.config, args.rate, on_result)
+        for label, scenario in scenarios.items():
+            reports[label], timeline = scenario.simulate(scenario.config, scenario.args.rate, on_result)
+            timelines.append((label, timeline))
     if args.plot is not None:
-        draw_timelines([("", timeline)], args.plot)
-    print(_json(report) if args.json else table(report))
+        draw_timelines(timelines, args.plot)
+    _print(args, reports, table)
     return 0
 
 
-def _sweep(scenario: Scenario, name: str, values: list[float]) -> int:
-    args = scenario.args
-    points = []
-    for value in values:
-        if name == "rate":
-            report, _ = scenario.simulate(scenario.config, value)
-        else:
-            report, _ = scenario.simulate(scenario.varied(name, value), args.rate)
-        points.append(Point(value, report))
-        say(f"{name} {value:g} done")
-    sweep = Sweep(name, points, knee(points) if name == "rate" else None)
+def _sweep(args: argparse.Namespace, scenarios: dict[str, Scenario]) -> int:
+    name, values = args.sweep
+    sweeps = {}
+    for label, scenario in scenarios.items():
+        points = []
+        for value in values:
+            if name == "rate":
+                report, _ = scenario.simulate(scenario.config, value)
+            else:
+                report, _ = scenario.simulate(scenario.varied(name, value), scenario.args.rate)
+            points.append(Point(value, report))
+            say(f"{label} {name} {value:g} done".strip())
+        sweeps[label] = Sweep(name, points, knee(points) if name == "rate" else None)
     if args.plot is not None:
-        draw_sweep([("", sweep)], args.plot)
-    print(_json(sweep) if args.json else sweep_table(sweep))
+        draw_sweep(list(sweeps.items()), args.plot)
+    _print(args, sweeps, sweep_table)
     return 0
+
+
+def _print(args: argparse.Namespace, results: dict[str, T], as_table: Callable[[T], str]) -> None:
+    """One result as it is; several under their labels."""
+    if args.json:
+        print(msgspec.json.encode(results if args.versus else results[""]).decode())
+    elif args.versus:
+        print("\n\n".join(f"[{label}]\n{as_table(result)}" for label, result in results.items()))
+    else:
+        print(as_table(results[""]))
 
 
 class Outcome(NamedTuple):
@@ -365,7 +416,3 @@ def _csv_writer(path: str | None) -> Iterator[Callable[[RequestResult], None]]:
         writer = csv.writer(file)
         writer.writerow(RequestResult.__struct_fields__)
         yield lambda result: writer.writerow(msgspec.structs.astuple(result))
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from engine_core.lab.metrics import SimulationReport, Slo
 from engine_core.lab.sweep import Sweep
 from engine_core.lab.timeline import Timeline
+from engine_core.replay.report import Percentiles
 
 FORMATS = (".png", ".svg")
 
@@ -57,38 +58,51 @@ def draw_timelines(timelines: Sequence[tuple[str, Timeline]], path: str) -> None
 
 
 def draw_sweep(sweeps: Sequence[tuple[str, Sweep]], path: str) -> None:
-    """Latencies, throughput and prefix hits over the swept value, with the knee; a colour for each sweep."""
-    figure, (ttft, itl, tokens, hits) = _panels(4, sweeps[0][1].name)
+    """Latencies, throughput, prefix hits and service level over the swept value, with the knee of each sweep;
+    a colour for each. Shares that are nowhere of interest are left out.
+    """
+    everything = [point.report for _, sweep in sweeps for point in sweep.points]
+    shares: dict[str, Callable[[SimulationReport], float]] = {}
+    if any(report.prefix_hit_tokens for report in everything):
+        shares["prefix hits"] = lambda report: report.prefix_hit_rate
+    if any(report.slo != Slo() for report in everything):
+        shares["within the\nservice level"] = lambda report: report.good_requests / max(report.requests, 1)
+
+    name = sweeps[0][1].name
+    figure, panels = _panels(3 + len(shares), "requests/s" if name == "rate" else name)
+    ttft, itl, tokens = panels[:3]
     for number, (label, sweep) in enumerate(sweeps):
-        colour, prefix = f"C{number}", f"{label} " if label else ""
         x = [point.value for point in sweep.points]
         reports = [point.report for point in sweep.points]
-        for axes, spreads in (
-            (ttft, [report.ttft_ms for report in reports]),
-            (itl, [report.itl_ms for report in reports]),
-        ):
-            for name, style in (("p50", "o-"), ("p99", "o:")):
-                y = [np.nan if getattr(s, name) is None else getattr(s, name) for s in spreads]
-                axes.plot(x, y, style, color=colour, markersize=3, label=f"{prefix}{name}")
-        rates = [report.output_tokens_per_s for report in reports]
-        tokens.plot(x, rates, "o-", color=colour, markersize=3, label=label)
-        hit_rates = [report.prefix_hit_rate for report in reports]
-        hits.plot(x, hit_rates, "o-", color=colour, markersize=3, label=label)
+        look = {"color": f"C{number}", "markersize": 3}
+        for style, quantile in (("o-", "p50"), ("o:", "p99")):
+            caption = f"{label} {quantile}".strip()
+            ttft.plot(x, [_of(report.ttft_ms, quantile) for report in reports], style, label=caption, **look)
+            itl.plot(x, [_of(report.itl_ms, quantile) for report in reports], style, **look)
+        tokens.plot(x, [report.output_tokens_per_s for report in reports], "o-", **look)
+        for axes, share in zip(panels[3:], shares.values(), strict=True):
+            axes.plot(x, [share(report) for report in reports], "o-", **look)
         if sweep.knee is not None:
-            for axes in (ttft, itl, tokens, hits):
-                axes.axvline(sweep.knee, color=colour, linewidth=0.8, linestyle="--")
-    ttft.set_yscale("log")
-    for axes, title in (
-        (ttft, "time to first\ntoken, ms"),
-        (itl, "between\ntokens, ms"),
-        (tokens, "output\ntokens/s"),
-        (hits, "prefix hits"),
+            for axes in panels:
+                axes.axvline(sweep.knee, color=look["color"], linewidth=0.8, linestyle="--")
+    for axes, title in zip(
+        panels,
+        ("time to first\ntoken, ms", "between\ntokens, ms", "output\ntokens/s", *shares),
+        strict=True,
     ):
         axes.set_ylabel(title)
-    tokens.set_ylim(bottom=0)
-    hits.set_ylim(0, 1)
+        axes.set_ylim(bottom=0)
+    values = [point.value for _, sweep in sweeps for point in sweep.points]
+    if max(values) > 20 * min(values):
+        ttft.set_xscale("log")
+    ttft.set_yscale("log")
     ttft.legend(loc="upper left", fontsize="small", ncols=len(sweeps))
     _save(figure, path)
+
+
+def _of(spread: Percentiles, quantile: str) -> float:
+    value: float | None = getattr(spread, quantile)
+    return math.nan if value is None else value
 
 
 def _panels(count: int, x_label: str) -> tuple[Any, Any]:
@@ -108,6 +122,7 @@ def _matplotlib() -> Any:
     except ImportError as error:
         raise PictureError(f"pictures need matplotlib: pip install 'engine-core[lab]' ({error})") from None
     matplotlib.rcParams["svg.hashsalt"] = "engine-core"  # ids in SVG files are random otherwise
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     return figure.Figure
 
 

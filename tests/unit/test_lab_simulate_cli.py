@@ -97,6 +97,17 @@ def test_a_sweep_of_the_rate_finds_where_the_engine_gives_in(capsys: Capsys) -> 
     assert "knee at" in simulate(capsys, "--sweep", "rate=2..20..2", *options)
 
 
+def test_two_configurations_are_reported_and_drawn_side_by_side(capsys: Capsys, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    args = (TRACE, "--max-requests", 60, "--versus", "no cache=--no-enable-prefix-caching")
+    reports = json.loads(simulate(capsys, *args, "--plot", tmp_path / "a.svg", "--json"))
+    assert list(reports) == ["base", "no cache"]
+    assert reports["base"]["prefix_hit_tokens"] > reports["no cache"]["prefix_hit_tokens"] == 0
+    assert "no cache" in (tmp_path / "a.svg").read_text()
+    args += ("--sweep", "rate=5,9")
+    assert "[no cache]" in simulate(capsys, *args, "--plot", tmp_path / "b.svg")
+
+
 def test_malformed_lines_are_named_and_passed_over_or_refused(capsys: Capsys, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lines = Path(TRACE).read_text().splitlines()[:5]
@@ -116,6 +127,9 @@ def test_malformed_lines_are_named_and_passed_over_or_refused(capsys: Capsys, tm
         (("--speed", 2, "--rate", 3), "--speed"),
         ((TRACE, "--speed", 2, "--rate", 3), "--speed"),
         ((TRACE, "--sweep", "rate=1", "--csv", "x.csv"), "--csv"),
+        ((TRACE, "--versus", "a=--rate 3", "--csv", "x.csv"), "--csv"),
+        ((TRACE, "--versus", "a=--no-such-option"), "--no-such-option"),
+        ((TRACE, "--versus", "--rate"), "--versus"),
         ((TRACE, "--sweep", "colour=1,2"), "colour"),
         ((TRACE, "--sweep", "max-num-seqs=0.5"), "max-num-seqs"),
         ((TRACE, "--latency", "step_ms=slow"), "step_ms=slow"),
