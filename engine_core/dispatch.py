@@ -125,7 +125,11 @@ class Dispatcher:
         except ProtocolError as error:
             self._refuse_unread(client_index, payload[0], str(error))
             return
-        wire.client_index = client_index = _resolve(wire.client_index, client_index, group)
+        try:
+            wire.client_index = client_index = _resolve(wire.client_index, client_index, group)
+        except ProtocolError as error:
+            self._refuse(client_index, wire.request_id, RequestError(VALIDATION_ERROR, str(error)))
+            return
         if self.closing:
             self._finish(client_index, wire.request_id, FinishReason.ABORT)
             return

@@ -13,6 +13,7 @@ import logging
 import os
 import queue
 import secrets
+import signal
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -178,7 +179,7 @@ class EngineCoreProc:
     def _take_events(self) -> None:
         events = self._inbox.take()
         if self._signals.signum is not None:
-            self._begin_stop("a signal")
+            self._begin_stop(signal.Signals(self._signals.signum).name)
         for event in events:
             if isinstance(event, ClientJoined):
                 self.add_client(event.client)
@@ -261,39 +262,61 @@ def run_engine(
     the first cause if it crashes. Clients have been told and the workers have been stopped by then.
     """
     signals = StopSignals()
-    with ExitStack() as stack:
-        signals.install()
-        stack.callback(signals.restore)
-        inbox = Inbox()
-        stack.callback(inbox.close)
-
-        def on_event(event: Event) -> None:
-            if isinstance(event, StopAsked) and not signals.serving:
-                signals.interrupt()
-            else:
-                inbox.put(event)
-
-        lobby = None
-        if lobby_address is not None or launcher is not None:
-            lobby = Lobby(lobby_address, launcher, on_event, clock)
-        proc: EngineCoreProc | None = None
-        last_word, crashed = "it was stopped", False
-        try:
-            proc = _start(stack, config, front_end, lobby, inbox, signals, clock, on_serving)
-            last_word = f"it was stopped: {proc.run()}"
-        except StopNow as stop:
-            last_word = str(stop)
-        except BaseException as error:
-            last_word, crashed = first_cause(error), True
-            if proc is not None:
-                proc.announce_death()
-            raise
-        finally:
-            # Clients hear first: stopping the workers may take a while.
-            if lobby is not None:
-                lobby.close(last_word, crashed=crashed)
-            signals.force_after(config.stop_grace_s + TEARDOWN_GRACE_S)
+    failure: Exception | None = None
+    try:
+        with ExitStack() as stack:
+            signals.install()
+            stack.callback(signals.restore)
+            try:
+                _run(stack, config, front_end, lobby_address, launcher, signals, on_serving, clock)
+            except Exception as error:
+                failure = error
+                raise
+    except StopNow:  # a signal cut the teardown short
+        if failure is not None:
+            raise failure from None
     return signals.exit_code(0)
+
+
+def _run(
+    stack: ExitStack,
+    config: EngineConfig,
+    front_end: FrontEnd | None,
+    lobby_address: str | None,
+    launcher: socket.socket | None,
+    signals: StopSignals,
+    on_serving: Callable[[Serving], None] | None,
+    clock: Clock,
+) -> None:
+    inbox = Inbox()
+    stack.callback(inbox.close)
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, StopAsked) and not signals.serving:
+            signals.interrupt()
+        else:
+            inbox.put(event)
+
+    lobby = None
+    if lobby_address is not None or launcher is not None:
+        lobby = Lobby(lobby_address, launcher, on_event, clock)
+    proc: EngineCoreProc | None = None
+    last_word, crashed = "it was stopped", False
+    try:
+        proc = _start(stack, config, front_end, lobby, inbox, signals, clock, on_serving)
+        last_word = f"it was stopped: {proc.run()}"
+    except StopNow as stop:
+        last_word = str(stop)
+    except BaseException as error:
+        last_word, crashed = first_cause(error), True
+        if proc is not None:
+            proc.announce_death()
+        raise
+    finally:
+        # Clients hear first: stopping the workers may take a while.
+        if lobby is not None:
+            lobby.close(last_word, crashed=crashed)
+        signals.force_after(config.stop_grace_s + TEARDOWN_GRACE_S)
 
 
 def _start(

@@ -20,6 +20,7 @@ from engine_core.wire import Frame
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
+MAX_FRAME_BYTES = 1 << 30  # ZMQ cuts the connection rather than take in a longer one
 OUTPUT_LINGER_MS = 4000  # last outputs still go out when the engine ends, as vLLM's do
 
 
@@ -135,6 +136,7 @@ def _connect(context: Context, kind: int, address: str, socket_identity: bytes |
         socket.setsockopt(zmq.IDENTITY, socket_identity)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.IPV6, 1)
     try:
         socket.connect(address)

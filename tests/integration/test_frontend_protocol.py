@@ -343,6 +343,17 @@ def test_second_signal_forces() -> None:
             assert process.wait(10) == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signal_while_waiting_for_the_front_end_ends_the_start(signum: signal.Signals) -> None:
+    with FakeFrontEnd() as front_end:
+        spec = FrontEnd(handshake_address=front_end.handshake_address)
+        with engine_process(mock_config(), spec) as process:
+            assert front_end.handshake.poll(10_000)
+            process.send_signal(signum)
+            assert process.wait(5) == 128 + signum
+            assert process.stderr is not None and process.stderr.read() == ""
+
+
 def test_crash_is_told_with_the_sentinel_and_a_first_cause() -> None:
     config = mock_config(step_ms=1, tensor_parallel_size=2, on_worker_failure="fail")
     with FakeFrontEnd(num_servers=2) as front_end:

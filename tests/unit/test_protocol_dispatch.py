@@ -84,6 +84,9 @@ def test_api_servers_name_themselves_within_their_front_end() -> None:
     engine.receive([ADD, encode(request)], client=5, group=range(4, 8))
     request[0], request[11] = "b", 4
     engine.receive([ADD, encode(request)], client=5, group=range(4, 8))
+    ((client, message),) = engine.sent()
+    assert client == 5 and message.outputs[0].request_id == "b"
+    assert message.outputs[0].error is not None and "client_index 4" in message.outputs[0].error.message
     clients = set()
     while engine.core.has_work:
         clients |= {(client, o.request_id) for client, message in engine.step() for o in message.outputs}
