@@ -13,7 +13,7 @@ for its one linked list, and a run of blank blocks is taken or given back in one
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,12 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._blank = list(range(num_blocks - 1, 0, -1))  # a stack; its end is given out next
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        # Oldest first. A block that is taken over by a hit stays in it as a ghost, since removing it would
+        # cost a search; where a block occurs several times, its ghosts are in front.
+        self._cached: deque[int] = deque()
+        self._ghosts = [0] * num_blocks
+        self._num_cached = 0  # without ghosts
+        self._is_cached = bytearray(num_blocks)
         self._name: list[bytes | None] = [None] * num_blocks
         self._shared: dict[int, int] = {}  # number of holders, where there is more than one
         # Equal content computed twice has two blocks of one name; the one named first is found first.
@@ -39,7 +44,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._blank) + len(self._cached)
+        return len(self._blank) + self._num_cached
 
     @property
     def usage(self) -> float:
@@ -69,17 +74,45 @@ class BlockPool:
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of these named blocks are free: taking them over uses up free blocks."""
-        cached = self._cached
-        return sum(1 for block in blocks if block in cached)
+        is_cached = self._is_cached
+        return sum(is_cached[block] for block in blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """One more request holds these named blocks."""
-        cached, shared = self._cached, self._shared
+        is_cached, ghosts, shared = self._is_cached, self._ghosts, self._shared
         for block in blocks:
-            if block in cached:
-                del cached[block]
+            if is_cached[block]:
+                is_cached[block] = 0
+                ghosts[block] += 1
+                self._num_cached -= 1
             else:
                 shared[block] = shared.get(block, 1) + 1
+        if len(self._cached) > 2 * self._num_cached + 1024:
+            self._lay_ghosts()
+
+    def _lay_ghosts(self) -> None:
+        """Rid the queue of what is in it for nothing. Happens once for as many ghosts as it is long."""
+        self._cached = deque(self._without_ghosts())
+        self._ghosts = [0] * self.num_blocks
+
+    def _without_ghosts(self) -> list[int]:
+        ghosts, kept = self._ghosts.copy(), []
+        for block in self._cached:
+            if ghosts[block]:
+                ghosts[block] -= 1
+            else:
+                kept.append(block)
+        return kept
+
+    def _pop_oldest(self) -> int:
+        cached, ghosts = self._cached, self._ghosts
+        block = cached.popleft()
+        while ghosts[block]:
+            ghosts[block] -= 1
+            block = cached.popleft()
+        self._is_cached[block] = 0
+        self._num_cached -= 1
+        return block
 
     def allocate(self, count: int, owner: str) -> list[int]:
         """Take `count` free blocks; the caller has checked `num_free`. Cached content given out is lost."""
@@ -90,9 +123,8 @@ class BlockPool:
             return [block]
         taken = blank[: -count - 1 : -1]
         del blank[len(blank) - len(taken) :]
-        cached = self._cached
         while len(taken) < count:
-            block, _ = cached.popitem(last=False)
+            block = self._pop_oldest()
             self._forget(block)
             taken.append(block)
         owners = self._owner
@@ -107,10 +139,6 @@ class BlockPool:
         by_hash, name_of = self._by_hash, self._name
         for block, name in zip(blocks, names, strict=True):
             name_of[block] = name
-        if by_hash.keys().isdisjoint(names) and len(set(names)) == len(names):
-            by_hash.update(zip(names, blocks, strict=True))
-            return
-        for block, name in zip(blocks, names, strict=True):
             twin = by_hash.setdefault(name, block)
             if twin is not block:
                 if isinstance(twin, int):
@@ -142,14 +170,21 @@ class BlockPool:
                 elif holders > 2:
                     shared[block] = holders - 1
             named = mine
-        self._cached.update(dict.fromkeys(named))
+        self._cached.extend(named)
+        self._num_cached += len(named)
+        is_cached = self._is_cached
+        for block in named:
+            is_cached[block] = 1
 
     def forget_all(self) -> bool:
         """Drop all cached content. False, and nothing is done, while any block is held."""
         if self.num_free != self.num_blocks - 1:
             return False
+        self._lay_ghosts()
         self._blank = [*reversed(self._cached), *self._blank]  # the order of giving out stays
         self._cached.clear()
+        self._num_cached = 0
+        self._is_cached = bytearray(self.num_blocks)
         self._by_hash.clear()
         self._name = [None] * self.num_blocks
         if self.events is not None:
@@ -182,7 +217,12 @@ class BlockPool:
                 if (self._name[block] is not None) != (index < num_named):
                     state = "has no name" if index < num_named else "has a name"
                     problems.append(f"block {block}, number {index} of request {request_id}, {state}")
-        free = self._blank + list(self._cached)
+        cached = self._without_ghosts()
+        if len(cached) != self._num_cached:
+            problems.append(f"{len(cached)} blocks are cached, counted as {self._num_cached}")
+        if sorted(cached) != [block for block, is_cached in enumerate(self._is_cached) if is_cached]:
+            problems.append("the marks of cached blocks are not those of the queue")
+        free = self._blank + cached
         if len(set(free)) != len(free):
             problems.append("a block is free twice")
         if held.keys() & {NULL_BLOCK} or NULL_BLOCK in free:
@@ -205,7 +245,7 @@ class BlockPool:
         for block in self._blank:
             if self._name[block] is not None:
                 problems.append(f"block {block} is blank but has a name")
-        for block in self._cached:
+        for block in cached:
             if self._name[block] is None:
                 problems.append(f"block {block} is cached but has no name")
         for name, twins in self._by_hash.items():

@@ -13,7 +13,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.metrics import EngineMetrics
 from engine_core.protocol import EventType
 from engine_core.request import Request, Status
-from engine_core.scheduler.running import ALWAYS, CHECK, ONCE, RunningBatch
+from engine_core.scheduler.running import ALWAYS, ONCE, REPEATS, RunningBatch
 from engine_core.scheduler.running_phase import StepRules, next_name
 from engine_core.scheduler.waiting import WaitingQueue
 from executor.step import NewRequest
@@ -167,8 +167,8 @@ class Admission:
             care |= ONCE
         if request.params.logprobs is not None:
             care |= ALWAYS
-        if request.stop_token_ids or request.params.repetition_detection is not None:
-            care |= CHECK
+        if request.params.repetition_detection is not None:
+            care |= REPEATS
         self._batch.add(request, computed, self.limit(request), next_name(request, self._kv), care)
 
 
@@ -179,7 +179,7 @@ def _in_full(request: Request, computed: int) -> NewRequest:
         token_ids=request.known_tokens(),
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=computed,
-        block_ids=np.array(request.block_ids, np.int32),
+        block_ids=np.fromiter(request.block_ids, np.int32, len(request.block_ids)),
         params=request.params,
         lora=request.lora,
     )

@@ -10,7 +10,6 @@ import numpy as np
 from engine_core.counters import Counters
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.metrics import EngineMetrics
-from engine_core.protocol import EngineCoreOutput
 from engine_core.request import Request, Status
 from engine_core.scheduler.admission import Admission
 from engine_core.scheduler.outcome import (
@@ -19,7 +18,7 @@ from engine_core.scheduler.outcome import (
     keep_prompt_logprobs,
     make_output,
 )
-from engine_core.scheduler.running import ALWAYS, CARE, KNOWN, LIMIT, ONCE, InFlightStep, RunningBatch
+from engine_core.scheduler.running import ALWAYS, CARE, ONCE, InFlightStep, RunningBatch
 from engine_core.scheduler.running_phase import name_blocks
 from engine_core.scheduler.stopping import Stop, check_stop, repetition_window
 from executor.step import Int32s, ModelRunnerOutput
@@ -119,11 +118,24 @@ class Intake:
 
         leaving: list[int] = []
         rare = (tokens == c.eos[rows]) | (known >= c.limit[rows]) | (c.care[rows] != 0)
-        if np.count_nonzero(rare):
-            for i in np.flatnonzero(rare).tolist():
-                row, line = row_of(i), i if lines is None else lines[i]
-                if self._emit_rare(row, int(tokens[i]), line, logprobs, collector):
-                    leaving.append(row)
+        if batch.stop_ids:
+            rare |= batch.may_stop(tokens)
+        (rare_indices,) = rare.nonzero()
+        if len(rare_indices):
+            care = c.care[rows][rare_indices]
+            limits = c.limit[rows][rare_indices].tolist()
+            for i, bits, limit in zip(rare_indices.tolist(), care.tolist(), limits, strict=True):
+                row, request = row_of(i), requests[i]
+                stop = self._stop(request, row, int(tokens[i]), int(known[i]), limit)
+                if stop is not None or bits & (ONCE | ALWAYS):
+                    line = i if lines is None else lines[i]
+                    self._emit(request, int(tokens[i]), stop, line, logprobs, collector)
+                    if stop is not None:
+                        leaving.append(row)
+                    elif bits & ONCE:
+                        batch.table[CARE, row] = bits & ~ONCE
+                else:
+                    rare[i] = False
             plain = ~rare
             mine = list(compress(requests, plain.tolist()))
             collector.add_plain(mine, tokens[plain], c.client[rows][plain], batch.clients)
@@ -156,22 +168,10 @@ class Intake:
             slots = np.delete(slots, firsts)
         metrics.tokens(slots, now)
 
-    def _emit_rare(
-        self, row: int, token: int, line: int, logprobs: SampledLogprobs, collector: OutputCollector
-    ) -> bool:
-        """Output of a row that may end, or whose output is more than a token. True if it ends."""
-        batch = self._batch
-        request, table = batch.requests[row], batch.table
+    def _stop(self, request: Request, row: int, token: int, known: int, limit: int) -> Stop | None:
         window = request.params.repetition_detection
-        tail = batch.output_tail(row, repetition_window(window)) if window is not None else ()
-        stop = check_stop(request, token, int(table[KNOWN, row]), int(table[LIMIT, row]), tail)
-        care = int(table[CARE, row])
-        if stop is None and not care & (ONCE | ALWAYS):
-            collector.add(request, EngineCoreOutput(request.request_id, [token]))
-            return False
-        table[CARE, row] = care & ~ONCE
-        self._emit(request, token, stop, line, logprobs, collector)
-        return stop is not None
+        tail = self._batch.output_tail(row, repetition_window(window)) if window is not None else ()
+        return check_stop(request, token, known, limit, tail)
 
     def _emit(
         self,

@@ -35,7 +35,7 @@ from executor.step import Int32s
 # Bits of `care`.
 ONCE = 1  # the next output carries more than a token: prefill stats or events
 ALWAYS = 2  # every output does: log-probs
-CHECK = 4  # stop token ids or repetition detection
+REPEATS = 4  # its tokens may end it by repetition
 
 NEVER = np.iinfo(np.int32).max
 
@@ -102,6 +102,8 @@ class RunningBatch:
         # By slot: the known tokens of the last, partial block; position p is at p % block_size.
         self.tail = np.zeros((max_num_seqs, block_size), np.int32)
         self.clients: dict[int, int] = {}  # client_index: number of its running requests
+        self.stop_ids: dict[int, int] = {}  # token id's lower 16 bits: number of stop ids of running requests
+        self._stops = np.zeros(1 << 16, bool)  # by those bits: whether there are any
         self.in_flight: list[InFlightStep] = []  # oldest first
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._columns = Columns(*self.table[:, :0])
@@ -142,6 +144,21 @@ class RunningBatch:
         if partial:
             self.tail[slot, :partial] = self._last_tokens(request, partial)
         self.clients[request.client_index] = self.clients.get(request.client_index, 0) + 1
+        if request.stop_token_ids:
+            self._count_stop_ids(request.stop_token_ids, 1)
+
+    def may_stop(self, tokens: Int32s) -> npt.NDArray[np.bool_]:
+        """Which of these tokens may be a stop id of a running request; few others are among them. (n,)"""
+        found: npt.NDArray[np.bool_] = self._stops[tokens & 0xFFFF]
+        return found
+
+    def _count_stop_ids(self, stop_ids: frozenset[int], change: int) -> None:
+        for stop_id in stop_ids:
+            bits = stop_id & 0xFFFF
+            count = self.stop_ids.pop(bits, 0) + change
+            if count:
+                self.stop_ids[bits] = count
+            self._stops[bits] = count > 0
 
     @staticmethod
     def _last_tokens(request: Request, count: int) -> Int32s:
@@ -193,6 +210,8 @@ class RunningBatch:
                 self.clients[request.client_index] = left
             else:
                 del self.clients[request.client_index]
+            if request.stop_token_ids:
+                self._count_stop_ids(request.stop_token_ids, -1)
         if len(rows) == 1:
             row = rows[0]
             self.table[:, row : count - 1] = self.table[:, row + 1 : count]
@@ -254,6 +273,7 @@ class RunningBatch:
         if everyone != list(range(self.table.shape[1])):
             problems.append("slots are not a partition: " + ", ".join(map(str, everyone)))
         clients: dict[int, int] = {}
+        stop_ids: dict[int, int] = {}
         for row, request in enumerate(self.requests):
             clients[request.client_index] = clients.get(request.client_index, 0) + 1
             c = self.row(row)
@@ -269,6 +289,10 @@ class RunningBatch:
             filed = request.num_known_tokens
             if not max(request.num_prompt_tokens, c.known - c.known % self.block_size) <= filed <= c.known:
                 problems.append(f"{who} knows {c.known} tokens, of which {filed} are filed")
+            for stop_id in request.stop_token_ids or ():
+                stop_ids[stop_id & 0xFFFF] = stop_ids.get(stop_id & 0xFFFF, 0) + 1
+        if stop_ids != self.stop_ids or set(self._stops.nonzero()[0].tolist()) != set(stop_ids):
+            problems.append(f"stop ids are counted as {self.stop_ids}, but are {stop_ids}")
         if clients != self.clients:
             problems.append(f"clients are counted as {self.clients}, but are {clients}")
         return problems
