@@ -35,6 +35,7 @@ class Grants:
 
     rows: Int32s | None  # ascending; None: all rows
     counts: Int32s  # tokens of each, >= 1
+    total: int  # tokens
     block_slots: list[int] = field(default_factory=list)  # new blocks, in order: slot and block id
     block_ids: list[int] = field(default_factory=list)
     preempted: bool = False
@@ -65,9 +66,11 @@ def grant_together(batch: RunningBatch, kv: KVCacheManager, rules: StepRules) ->
         np.minimum(counts, rules.long_prefill_limit, out=counts)
     if rules.defer_prefills:
         counts[c.chunk != 0] = 0
-    if int(counts.sum()) > rules.budget:
+    total = int(counts.sum())
+    if total > rules.budget:
         spent_before = np.cumsum(counts) - counts
         np.minimum(counts, np.maximum(rules.budget - spent_before, 0), out=counts)
+        total = rules.budget
     after = c.computed + counts
     prefills = bool(np.count_nonzero(c.chunk)) and bool(c.chunk[counts > 0].any())
 
@@ -90,9 +93,9 @@ def grant_together(batch: RunningBatch, kv: KVCacheManager, rules: StepRules) ->
             name_blocks(batch, kv, full.tolist(), filled[full].tolist())
 
     if np.count_nonzero(counts) == len(counts):
-        return Grants(None, counts, block_slots, block_ids, prefills=prefills)
+        return Grants(None, counts, total, block_slots, block_ids, prefills=prefills)
     rows = counts.nonzero()[0].astype(np.int32)
-    return Grants(rows, counts[rows], block_slots, block_ids, prefills=prefills)
+    return Grants(rows, counts[rows], total, block_slots, block_ids, prefills=prefills)
 
 
 def grant_in_order(
@@ -140,6 +143,7 @@ def grant_in_order(
     return Grants(
         np.array(rows, np.int32),
         np.array(list(granted.values()), np.int32),
+        rules.budget - budget,
         [request.slot for request, blocks in new_blocks.items() for _ in blocks],
         [block for blocks in new_blocks.values() for block in blocks],
         preempted,
