@@ -200,8 +200,8 @@ class Scheduler:
         admitted = Admitted()
         if not grants.preempted and self.pause_state is not PauseState.PAUSED_ALL:
             is_paused = self.pause_state is PauseState.PAUSED_NEW
-            if not is_paused or self.admission.interrupted:
-                budget = rules.budget - int(grants.counts.sum())
+            if len(self.waiting) and (not is_paused or self.admission.interrupted):
+                budget = rules.budget - grants.total
                 admitted = self.admission.admit(rules, budget, only_interrupted=is_paused)
             if not rules.defer_prefills:
                 self._capacity_bound = len(self.waiting) > len(self.admission.deferred)
@@ -333,6 +333,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self.waiting)
 
+    @property
+    def num_deferred(self) -> int:
+        """Of those that wait, the ones that wait for something other than capacity."""
+        return len(self.admission.deferred)
+
     def num_unfinished(self) -> int:
         """Requests that could run in the present pause state."""
         if self.pause_state is PauseState.PAUSED_ALL:
@@ -353,7 +358,7 @@ class Scheduler:
 
     def make_stats(self) -> SchedulerStats:
         """State now, and prefix cache counts since the last call."""
-        deferred = len(self.admission.deferred)
+        deferred = self.num_deferred
         return SchedulerStats(
             num_running_reqs=len(self.batch),
             num_waiting_reqs=len(self.waiting) - deferred,
