@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "token ids in, token ids out",
     "replay": "send recorded traffic and report how it was served",
     "replay-decisions": "run the scheduler on a recorded engine's inputs and compare its decisions",
+    "profile-worker": "measure a worker's steps, for simulate",
     "simulate": "serve recorded or generated traffic in virtual time",
     "export-model-dir": "write the directory of a GGUF file that a front end wants",
 }
