@@ -44,6 +44,12 @@ class StepShape:
         kv_tokens = int(step.num_computed_tokens.sum(dtype=np.int64)) + total
         return cls(counts, step.num_computed_tokens, total - decode_seqs, decode_seqs, kv_tokens)
 
+    @property
+    def mean_context(self) -> float:
+        """Tokens computed before the step, on the rows' average. Only for a step that has rows."""
+        before = self.kv_tokens - self.prefill_tokens - self.decode_seqs
+        return before / len(self.num_scheduled_tokens)
+
 
 LatencyModel = Callable[[StepShape], float]  # seconds
 
@@ -77,8 +83,8 @@ class LatencyTable(msgspec.Struct, kw_only=True):
     model: str
     prefill_tokens: list[int]  # axis 0, ascending, from 0
     decode_seqs: list[int]  # axis 1, ascending, from 0
-    context: list[int]  # axis 2, ascending: KV tokens read by a row
-    step_s: list[list[list[float]]]  # median seconds of a step; what nothing computes costs 0
+    context: list[int]  # axis 2, ascending: tokens computed before the step, on the rows' average
+    step_s: list[list[list[float]]]  # median seconds of a step
 
 
 class TableLatency:
@@ -97,12 +103,11 @@ class TableLatency:
         self._times: Float64s = times
 
     def __call__(self, shape: StepShape) -> float:
-        rows = len(shape.num_scheduled_tokens)
-        if not rows:
+        if not len(shape.num_scheduled_tokens):
             return 0.0
         times: Float64s = self._times
         for axis, at in zip(
-            self._axes, (shape.prefill_tokens, shape.decode_seqs, shape.kv_tokens / rows), strict=True
+            self._axes, (shape.prefill_tokens, shape.decode_seqs, shape.mean_context), strict=True
         ):
             if len(axis) == 1:
                 times = times[0]
