@@ -42,6 +42,7 @@ JOIN_TIMEOUT_S = 10.0
 LAST_WORD_TIMEOUT_S = 1.0
 LAST_OUTPUTS_TIMEOUT_S = 0.5  # of an orderly stop, which ends every request with an output
 EXIT_TIMEOUT_S = 15.0  # the engine's own deadlines are shorter
+MAX_UNREAD = 1000  # messages that wait for this client to read; what comes then waits in the engine, merged
 _names = itertools.count()
 M = TypeVar("M", bound=Message)
 
@@ -212,7 +213,7 @@ class Connection:
     def _bind(self, kind: int) -> Socket:
         sock = self._context.socket(kind)
         sock.setsockopt(zmq.SNDHWM, 0)
-        sock.setsockopt(zmq.RCVHWM, 0)
+        sock.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         sock.setsockopt(zmq.LINGER, 0)
         if self.stream.family == socket.AF_UNIX:
             path = str(socket_path(f"client-{next(_names)}"))

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from engine_core.backlog import Backlog
 from engine_core.core import EngineCore
 from engine_core.encoding import OutputEncoder, wire_prefix
 from engine_core.errors import ProtocolError, RequestError
-from engine_core.outputs import ClientOutputs, StepOutputs
+from engine_core.outputs import ClientOutputs, StepOutputs, finish_outputs
 from engine_core.protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -52,6 +53,8 @@ class Dispatcher:
         self._requests = WireDecoder(EngineCoreRequest)
         self._ids = WireDecoder(list[str])
         self._calls = WireDecoder(UtilityRequest)
+        self._backlogs: dict[int, Backlog] = {}  # of clients that do not keep up
+        self._max_backlog = core.config.max_client_backlog
         self._log_window = (0.0, 0)
         self.control = EngineControl(core, self._emit)
         self.closing = False  # no new work is taken
@@ -97,8 +100,24 @@ class Dispatcher:
     def abort_client(self, client_index: int) -> int:
         """End the requests of a client that is gone, without outputs; returns how many."""
         self._encoder.forget(client_index)
-        ids = [r.request_id for r in self._scheduler.requests.values() if r.client_index == client_index]
-        return len(self._core.abort_requests(ids))
+        self._backlogs.pop(client_index, None)
+        return len(self._core.abort_requests(self._requests_of(client_index)))
+
+    # Clients that do not keep up
+
+    def hold_back(self, client_index: int) -> None:
+        """From now on, merge what there is for this client instead of adding it to the outbox."""
+        self._backlogs[client_index] = Backlog()
+
+    def is_full(self, client_index: int) -> bool:
+        """Whether so much is held back that its requests have been ended, and no more should be taken."""
+        return self._backlogs[client_index].size > self._max_backlog
+
+    def release(self, client_index: int) -> list[list[Frame]]:
+        """What was held back, as messages. Whatever comes now goes to the outbox."""
+        outputs, messages = self._backlogs.pop(client_index).take()
+        frames = self._encode(client_index, outputs, self._clock.monotonic())
+        return messages if frames is None else [frames, *messages]
 
     def counts(self) -> tuple[int, int]:
         """Running and waiting requests."""
@@ -159,7 +178,7 @@ class Dispatcher:
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError, RecursionError) as error:
             message = f"Call to {call.method} method failed: its result cannot be sent: {error}"
             frames = self._encoder.utility(UtilityOutput(call.call_id, message), now)
-        self.outbox.append((client_index, frames))
+        self._put(client_index, frames)
 
     def _refuse_unread(self, client_index: int, payload: Frame, message: str) -> None:
         request_id = peek_request_id(payload)
@@ -181,9 +200,37 @@ class Dispatcher:
     def _emit(self, outputs: StepOutputs) -> None:
         now = self._clock.monotonic()
         for client_index, client_outputs in outputs.items():
-            frames = self._encoder.outputs(client_index, client_outputs, now, self.control.weight_version)
+            if client_index in self._backlogs:
+                self._add_to_backlog(client_index, client_outputs)
+                continue
+            frames = self._encode(client_index, client_outputs, now)
             if frames is not None:
                 self.outbox.append((client_index, frames))
+
+    def _encode(self, client_index: int, outputs: ClientOutputs, now: float) -> list[Frame] | None:
+        return self._encoder.outputs(client_index, outputs, now, self.control.weight_version)
+
+    def _put(self, client_index: int, frames: list[Frame]) -> None:
+        backlog = self._backlogs.get(client_index)
+        if backlog is not None:
+            backlog.add_message(frames)
+        else:
+            self.outbox.append((client_index, frames))
+
+    def _add_to_backlog(self, client_index: int, outputs: ClientOutputs) -> None:
+        backlog = self._backlogs[client_index]
+        backlog.add(outputs)
+        if backlog.size <= self._max_backlog:
+            return
+        ids = self._requests_of(client_index)
+        if ids:
+            message = f"about {backlog.size} tokens wait for this client, which does not read them"
+            ended = self._scheduler.finish_requests(ids, FinishReason.ERROR)
+            backlog.add(finish_outputs(ended, OutputError("slow_client", message, True))[client_index])
+            self._warn("client %d: its %d requests are ended: %s", client_index, len(ended), message)
+
+    def _requests_of(self, client_index: int) -> list[str]:
+        return [r.request_id for r in self._scheduler.requests.values() if r.client_index == client_index]
 
     def _warn(self, message: str, *args: object) -> None:
         """Log, but not without bound: a client may send rubbish as fast as it can."""

@@ -43,6 +43,7 @@ MAX_MESSAGES_PER_TURN = 256  # of one client, before the next step
 TEARDOWN_GRACE_S = 5.0  # beyond what the workers are given
 GC_THRESHOLD = 50_000  # new objects; a step leaves few that live, so rarely is often enough
 
+FLUSH_TIMEOUT_S = 2.0  # for the last outputs of clients that do not keep up
 
 @dataclass(frozen=True, slots=True)
 class Serving:
@@ -101,6 +102,7 @@ class EngineCoreProc:
         self._poller = zmq.Poller()
         self._poller.register(inbox.fd, zmq.POLLIN)
         self._unread: deque[tuple[ClientSockets, list[bytes]]] = deque()
+        self._slow: dict[Socket, ClientSockets] = {}  # by output; those that do not keep up
         self._published_counts = (0, 0)
         self._workers_failed = False  # perhaps those before the last restart
         self._stop_reason: str | None = None
@@ -137,6 +139,7 @@ class EngineCoreProc:
     def take_aborts(self) -> list[str]:
         """Ids to abort, from messages that came while a step ran."""
         self._receive(0)
+        self._flush()
         aborted_ids = self._dispatcher.aborted_ids
         return [request_id for _, frames in self._unread for request_id in aborted_ids(frames)]
 
@@ -164,6 +167,8 @@ class EngineCoreProc:
 
     def _read(self, client: ClientSockets) -> None:
         read = client.input.recv_multipart
+            elif source in self._slow:
+                self._catch_up(self._slow[source])
         try:
             for _ in range(MAX_MESSAGES_PER_TURN):
                 self._unread.append((client, read(zmq.NOBLOCK)))
@@ -194,7 +199,10 @@ class EngineCoreProc:
     def _remove_client(self, client_index: int) -> None:
         client = self._clients.pop(client_index)
         del self._by_input[client.input]
-        self._poller.unregister(client.input)
+        if client.input in self._poller:
+            self._poller.unregister(client.input)
+        if self._slow.pop(client.output, None) is not None:
+            self._poller.unregister(client.output)
         self._unread = deque(item for item in self._unread if item[0] is not client)
         client.close(linger_ms=0)
         aborted = self._dispatcher.abort_client(client_index)
@@ -222,7 +230,48 @@ class EngineCoreProc:
     # Stopping
 
     def _begin_stop(self, reason: str) -> None:
+                if client.unsent and client.output not in self._slow:
+                    self._slow_down(client)
         if self._stop_reason is not None:
+        for client in self._slow.values():
+            if client.input in self._poller and self._dispatcher.is_full(client.client_index):
+                self._poller.unregister(client.input)  # it hears no answer, so it is not heard
+
+    def _slow_down(self, client: ClientSockets) -> None:
+        """ZMQ takes no more for this client: merge what comes, and wait until it does."""
+        self._slow[client.output] = client
+        self._poller.register(client.output, zmq.POLLOUT)
+        self._dispatcher.hold_back(client.client_index)
+        logger.info("%s does not read its outputs; they are held back", client.name)
+
+    def _catch_up(self, client: ClientSockets) -> None:
+        """ZMQ takes something again."""
+        client.send_unsent()
+        if client.unsent:
+            return
+        for frames in self._dispatcher.release(client.client_index):
+            client.send(frames)
+        if client.unsent:
+            self._dispatcher.hold_back(client.client_index)
+            return
+        del self._slow[client.output]
+        self._poller.unregister(client.output)
+        if client.input not in self._poller:
+            self._poller.register(client.input, zmq.POLLIN)
+        logger.info("%s reads its outputs again", client.name)
+
+    def _flush(self) -> None:
+        """Give slow clients a last chance."""
+        deadline = self._clock.monotonic() + FLUSH_TIMEOUT_S
+        while self._slow:
+            poller = zmq.Poller()
+            for output in self._slow:
+                poller.register(output, zmq.POLLOUT)
+            ready = poller.poll(max(0, int((deadline - self._clock.monotonic()) * 1000)))
+            if not ready:
+                return
+            for output, _ in ready:
+                self._catch_up(self._slow[output])
             return
         self._stop_reason = reason
         self._dispatcher.closing = True

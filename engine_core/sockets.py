@@ -6,8 +6,9 @@ clients. It is known by its index, under which its outputs leave.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
@@ -21,6 +22,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 MAX_FRAME_BYTES = 1 << 30  # ZMQ cuts the connection rather than take in a longer one
+MAX_UNSENT = 256  # messages that ZMQ keeps for a client that does not read; then it is a slow one
 OUTPUT_LINGER_MS = 4000  # last outputs still go out when the engine ends, as vLLM's do
 
 
@@ -34,16 +36,29 @@ class ClientSockets:
     output: Socket
     # Client indices of the same front end, of which a request's `client_index` is a position.
     group: range
+    unsent: deque[Sequence[Frame]] = field(default_factory=deque)  # ZMQ's queue for it was full
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Never blocks: ZMQ queues without a limit."""
-        if len(frames) == 1:
-            self.output.send(frames[0], zmq.NOBLOCK)
-        else:
-            self.output.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        """Never blocks: what ZMQ does not take is `unsent`."""
+        self.unsent.append(frames)
+        if len(self.unsent) == 1:
+            self.send_unsent()
+
+    def send_unsent(self) -> None:
+        """As much as ZMQ takes now."""
+        try:
+            while self.unsent:
+                frames = self.unsent[0]
+                if len(frames) == 1:
+                    self.output.send(frames[0], zmq.NOBLOCK)
+                else:
+                    self.output.send_multipart(frames, zmq.NOBLOCK, copy=False)
+                self.unsent.popleft()
+        except zmq.Again:
+            pass
 
     def send_dead(self) -> None:
-        self.output.send(ENGINE_CORE_DEAD, zmq.NOBLOCK)
+        self.send([ENGINE_CORE_DEAD])
 
     def close(self, linger_ms: int = OUTPUT_LINGER_MS) -> None:
         self.input.close(0)
@@ -67,7 +82,7 @@ def connect_client(
     engine_identity = identity(registration.data_parallel_rank)
     input_socket = _connect(context, zmq.DEALER, input_address, engine_identity)
     try:
-        output_socket = _connect(context, zmq.PUSH, output_address)
+        output_socket = _connect(context, zmq.PUSH, output_address, max_unsent=MAX_UNSENT)
     except HandshakeError:
         input_socket.close(0)
         raise
@@ -130,11 +145,14 @@ class CoordinatorSockets:
         self.output.close(OUTPUT_LINGER_MS)
 
 
-def _connect(context: Context, kind: int, address: str, socket_identity: bytes | None = None) -> Socket:
+def _connect(
+    context: Context, kind: int, address: str, socket_identity: bytes | None = None, max_unsent: int = 0
+) -> Socket:
+    """`max_unsent` messages wait in ZMQ at most; 0: no limit."""
     socket = context.socket(kind)
     if socket_identity is not None:
         socket.setsockopt(zmq.IDENTITY, socket_identity)
-    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.SNDHWM, max_unsent)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.IPV6, 1)
