@@ -23,7 +23,7 @@ from executor.sampling_params import RepetitionDetectionParams, SamplingParams
 from executor.step import LoRARequest, ModelRunnerOutput, SchedulerOutput
 
 Line = dict[str, Any]
-DIRECTORY = Path(__file__).parent / "data" / "golden"
+DATA = Path(__file__).parent / "data"
 
 
 def load(path: Path) -> tuple[Line, list[Line]]:

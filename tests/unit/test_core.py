@@ -132,7 +132,7 @@ def test_a_failing_worker_ends_the_step_with_its_error() -> None:
         def _submit_step(self, step: SchedulerOutput) -> Completed[ModelRunnerOutput]:
             return Completed(error=WorkerFailed(0, 1, "execute_model", step.step_id, message="out of luck"))
 
-    config = make_config()
+    config = make_config(on_worker_failure="fail")
     executor: Executor = Failing(config.executor_config())
     core = EngineCore(config, executor)
     core.add_request(make_request("r", [1, 2], core.scheduler))
