@@ -102,17 +102,18 @@ def decode(core: EngineCore, batch: int, context: int, seconds: float) -> tuple[
         core.step_fn()
     for _ in range(3):
         core.step_fn()
-    core.executor.collective_rpc("take_busy_s")
+    core.executor.collective_rpc("take_busy_s")  # answered when the steps in flight are done
     tokens = 0
     start = time.perf_counter()
     while time.perf_counter() - start < seconds:
         tokens += sum(len(client.token_ids) for client in core.step_fn().values())
-    elapsed = time.perf_counter() - start
+    rate = tokens / (time.perf_counter() - start)
     busy = max(core.executor.collective_rpc("take_busy_s"))
+    idle = 1 - busy / (time.perf_counter() - start)
     core.abort_requests([f"r{i}" for i in range(batch)])
     while core.has_work:
         core.step_fn()
-    return tokens / elapsed, 1 - busy / elapsed
+    return rate, idle
 
 
 def prefill(core: EngineCore, tokens: int) -> float:
@@ -133,12 +134,14 @@ def llama_cpp(path: str, batches: list[int], context: int, steps: int = 24) -> N
     """The same with llama.cpp on as many threads as there are cores, quantised weights as they are."""
     import llama_cpp as lib
 
-    lib.llama_log_set(lib.llama_log_callback(lambda *_: None), None)
+    quiet = lib.llama_log_callback(lambda *_: None)  # kept for as long as it may be called
+    lib.llama_log_set(quiet, None)
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
     params = lib.llama_context_default_params()
     widest = max(batches)
-    params.n_ctx = widest * (context + steps + 16)
+    params.n_ctx = max(widest * (context + steps + 16), 1024)
+    params.kv_unified = True
     params.n_seq_max = widest
     params.n_batch = params.n_ubatch = max(2048, context)
     params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
