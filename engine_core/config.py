@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from engine_core.kv_events import KVEventsConfig
 from executor.config import ExecutorConfig
 
 Natural = Annotated[int, Meta(ge=0)]
@@ -139,9 +140,26 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = 256
     record_parts: Annotated[int, Meta(ge=1, description="files of a record that are kept")] = 4
 
-    log_stats: Annotated[bool, Meta(title="Process", description="report statistics to the front ends")] = (
-        True
-    )
+    metrics_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(
+            title="Observation",
+            description="port for Prometheus metrics and health probes over HTTP; engine i of several takes "
+            "the i-th from there; 0: any free one (default: none)",
+        ),
+    ] = None
+    metrics_host: Annotated[str, Meta(description="address that this port is opened at")] = "127.0.0.1"
+    kv_events_config: Annotated[
+        KVEventsConfig | None,
+        Meta(description="where to publish KV events: a JSON object with vLLM's keys (docs/operating.md)"),
+    ] = None
+    log_stats: Annotated[
+        bool, Meta(description="report statistics to the front ends, and log them every ten seconds")
+    ] = True
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="of the log: lines for people, or JSON objects")
+    ] = "text"
+
     on_worker_failure: Annotated[
         Literal["restart", "fail"],
         Meta(

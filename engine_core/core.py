@@ -18,6 +18,8 @@ from concurrent.futures import Future as RestartFuture
 import numpy as np
 
 from engine_core.config import ConfigError, EngineConfig
+from engine_core.kv_events import KVEventRecorder
+from engine_core.metrics import EngineMetrics
 from engine_core.outputs import StepOutputs, finish_outputs
 from engine_core.protocol import FinishReason, OutputError
 from engine_core.recovery import Recovery, Restart, RestartImpossible
@@ -25,10 +27,12 @@ from engine_core.request import Request
 from engine_core.scheduler.observed import SchedulerObserver, observed
 from engine_core.scheduler.plug_in import scheduler_class
 from engine_core.scheduler.scheduler import Scheduler
+from engine_core.self_report import SelfReport
 from executor.base import Completed, EngineCapacity, Executor, Future
 from executor.errors import ExecutorError
 from executor.step import EMPTY, ModelRunnerOutput, SchedulerOutput
 from transport.clock import SYSTEM_CLOCK, Clock
+from transport.state_rows import EngineRow
 
 logger = logging.getLogger("engine_core")
 
@@ -48,6 +52,9 @@ class EngineCore:
         track_finished: bool = False,
         make_observer: Callable[[EngineCapacity], SchedulerObserver] | None = None,
         on_restarted: Callable[[], None] | None = None,
+        row: EngineRow | None = None,
+        kv_events: KVEventRecorder | None = None,
+        collect_metrics: bool = False,
     ) -> None:
         """Starts the workers. Raises `ExecutorError`, or `ConfigError` if options do not suit the model.
 
@@ -56,6 +63,8 @@ class EngineCore:
         data-parallel coordinator. `make_observer` is called once the workers' capacity is known; what it
         returns hears of everything that the scheduler is told and decides. `on_restarted` is called from any
         thread when workers have been restarted, or could not be: `step_fn` does not have to wait any more.
+        `row` is where to say what the engine does; `kv_events` hears of the prefix cache; `collect_metrics`
+        is for `metrics`, which is None otherwise.
         """
         scheduler_cls = scheduler_class(config)
         self.config = config
@@ -68,6 +77,9 @@ class EngineCore:
             raise
         if make_observer is not None:
             scheduler_cls = observed(scheduler_cls, make_observer(self.capacity))
+        self.metrics: EngineMetrics | None = None
+        if collect_metrics:
+            self.metrics = EngineMetrics(config.max_num_seqs, self.capacity.max_model_len)
         self.scheduler: Scheduler = scheduler_cls(
             config,
             self.capacity.num_gpu_blocks,
@@ -75,7 +87,13 @@ class EngineCore:
             clock,
             vocab_size=self.capacity.vocab_size,
             track_finished=track_finished,
+            metrics=self.metrics,
+            kv_events=kv_events,
         )
+        self.row = row
+        self.report: SelfReport | None = None
+        if row is not None or collect_metrics:
+            self.report = SelfReport(self.scheduler, row, self.metrics, clock)
         self.batch_queue: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self.step_fn = self.step_with_batch_queue if config.async_scheduling else self.step
         self._take_aborts = take_aborts
@@ -127,19 +145,31 @@ class EngineCore:
     def _step(self) -> StepOutputs:
         if not self.scheduler.has_requests():
             return {}
-        step = self.scheduler.schedule()
-        return self._take_in(step, self._submit(step))
+        step, future = self._plan_and_submit()
+        return self._take_in(step, future)
 
     def _step_with_batch_queue(self) -> StepOutputs:
         queue = self.batch_queue
         if self.scheduler.has_requests():
-            step = self.scheduler.schedule()
-            queue.append((step, self._submit(step)))
+            queue.append(self._plan_and_submit())
+            step = queue[-1][0]
             if len(queue) < BATCH_QUEUE_SIZE and (len(step.slots) or self.scheduler.has_requests()):
                 return {}
         if not queue:
             return {}
         return self._take_in(*queue.popleft())
+
+    def _plan_and_submit(self) -> tuple[SchedulerOutput, Future[ModelRunnerOutput]]:
+        report = self.report
+        if report is None:
+            step = self.scheduler.schedule()
+            return step, self._submit(step)
+        report.planning()
+        step = self.scheduler.schedule()
+        report.planned()
+        future = self._submit(step)
+        report.sent(step.step_id)
+        return step, future
 
     def _submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         if len(step.slots) or len(step.finished_slots) or len(step.preempted_slots):
@@ -147,10 +177,17 @@ class EngineCore:
         return Completed(ModelRunnerOutput(step.step_id, np.empty((0, 1), np.int32), EMPTY))
 
     def _take_in(self, step: SchedulerOutput, future: Future[ModelRunnerOutput]) -> StepOutputs:
+        report = self.report
+        if report is not None:
+            report.waiting()
         output = future.result()
+        if report is not None:
+            report.answered()
         if self._take_aborts is not None:
             self.abort_requests(self._take_aborts())
         outputs = self.scheduler.update_from_output(step, output)
+        if report is not None:
+            report.taken_in()
         for client in outputs.values():
             self._num_tokens_made += len(client.requests) + len(client.outputs)
         return outputs
@@ -186,6 +223,8 @@ class EngineCore:
             convicted = self.scheduler.finish_requests([decision.convicted], FinishReason.ERROR)
             outputs = finish_outputs(convicted, OutputError("worker_error", str(cause), False))
         self.scheduler.allow_only(self.recovery.allowed)
+        if self.report is not None:
+            self.report.workers_failed(str(cause))
         logger.error("%s\nrestarting the ranks: %s", cause.report(), self._outlook(decision))
         self._begin_restart(decision)
         return outputs
@@ -227,6 +266,8 @@ class EngineCore:
         self._restart = None
         self.num_restarts += 1
         self.recovery.restarted()
+        if self.report is not None:
+            self.report.workers_restarted(self.num_restarts)
         took_s = self._clock.monotonic() - self._restart_began_s
         logger.warning("the ranks are up again after %.2f s", took_s)
         return True

@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 
+from engine_core import logs
 from engine_core.config import EngineConfig
 from engine_core.errors import ProtocolError
 from engine_core.lobby_protocol import MAX_MESSAGE_BYTES, Ended, Launch, MessageReader, frame
@@ -30,12 +31,11 @@ def main() -> int:
         print(f"engine-core: the launcher did not say what to run: {error}", file=sys.stderr)
         return 1
     sys.path[:] = launch.sys_path or sys.path
-    logging.basicConfig(
-        level=launch.log_level, format="%(levelname).1s %(asctime)s %(process)d %(name)s: %(message)s"
-    )
+    logs.configure(launch.log_level)
     serving: list[Serving] = []
     try:
         config = EngineConfig.from_msgpack(launch.config)
+        logs.configure(launch.log_level, config.log_format)
         return run_engine(config, lobby_address=launch.lobby, launcher=launcher, on_serving=serving.append)
     except Exception as error:
         # The lobby has told the launcher, unless there was none yet.

@@ -194,8 +194,8 @@ class EngineMetrics:
     # Steps.
 
     def step(self, num_tokens: int, duration_s: float, stages_s: Sequence[float]) -> None:
-        """A step is over. `num_tokens`: sampled, and of prompts whose first token it sampled, those computed.
-        `stages_s` in the order of `STAGES`.
+        """A step is over, but for its output. `num_tokens`: sampled, and of prompts whose first token it
+        sampled, those computed. `stages_s` in the order of `STAGES`, without the last.
         """
         if num_tokens:
             self.iteration_tokens.observe(num_tokens)
@@ -203,6 +203,10 @@ class EngineMetrics:
         total = self.stage_s
         for stage, seconds in enumerate(stages_s):
             total[stage] += seconds
+
+    def output(self, seconds: float) -> None:
+        """It took so long to encode and send what a step has yielded."""
+        self.stage_s[-1] += seconds
 
 
 def _move(name: str, source: dict[str, int] | None, target: dict[str, int] | None) -> None:

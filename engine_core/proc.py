@@ -20,8 +20,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 import zmq
+from msgspec import to_builtins
 
 from engine_core.config import EngineConfig
 from engine_core.core import EngineCore
@@ -29,6 +31,7 @@ from engine_core.dispatch import Dispatcher
 from engine_core.handshake import FrontEnd, FrontEndDialog, check_addresses
 from engine_core.lab.recorder import DecisionRecorder, start_recorder
 from engine_core.lobby import ClientJoined, ClientLeft, Event, Lobby, StopAsked
+from engine_core.observation import Observation
 from engine_core.protocol import EngineAddresses, ReadyResponse
 from engine_core.sockets import ClientSockets, Context, CoordinatorSockets, Socket, connect_front_end
 from engine_core.stopping import StopNow, StopSignals
@@ -132,6 +135,8 @@ class EngineCoreProc:
                 dispatcher.step()
                 self._publish_counts()
             self._send()
+            if core.report is not None:
+                core.report.delivered()
         dispatcher.control.abort_all()
         self._send()
         return self._stop_reason or ""
@@ -157,13 +162,22 @@ class EngineCoreProc:
     # Input
 
     def _receive(self, wait_ms: int | None) -> None:
-        for source, _ in self._poller.poll(wait_ms):
+        for source, _ in self._poll(wait_ms):
             if source == self._inbox.fd:
                 self._take_events()
             elif source in self._by_input:
                 self._read(self._by_input[source])
             elif self._coordinator is not None:
                 self._coordinator.discard_input()
+
+    def _poll(self, wait_ms: int | None) -> list[tuple[Any, int]]:
+        report = self._core.report
+        if wait_ms == 0 or report is None:
+            return self._poller.poll(wait_ms)
+        report.going_idle()
+        ready = self._poller.poll(wait_ms)
+        report.awake()
+        return ready
 
     def _read(self, client: ClientSockets) -> None:
         read = client.input.recv_multipart
@@ -278,6 +292,8 @@ class EngineCoreProc:
         limit_s = self._config.shutdown_timeout
         logger.info("stopping (%s), %s", reason, f"within {limit_s:g} s" if limit_s else "at once")
         self._drain_until = self._clock.monotonic() + limit_s
+        if self._core.row is not None:
+            self._core.row.phase = "draining"
         self._signals.force_after(limit_s + self._config.stop_grace_s + TEARDOWN_GRACE_S)
 
     def _longest_wait_ms(self) -> int | None:
@@ -350,14 +366,20 @@ def _run(
     if lobby_address is not None or launcher is not None:
         lobby = Lobby(lobby_address, launcher, on_event, clock)
     proc: EngineCoreProc | None = None
+    observation: Observation | None = None
     last_word, crashed = "it was stopped", False
     try:
-        proc = _start(stack, config, front_end, lobby, inbox, signals, clock, on_serving)
+        config.validate()
+        engine_index = front_end.engine_index if front_end is not None else 0
+        observation = Observation(stack, config, engine_index, clock)
+        proc = _start(stack, config, front_end, lobby, inbox, signals, clock, on_serving, observation)
         last_word = f"it was stopped: {proc.run()}"
     except StopNow as stop:
         last_word = str(stop)
     except BaseException as error:
         last_word, crashed = first_cause(error), True
+        if observation is not None:
+            observation.crashed(last_word)
         if proc is not None:
             proc.announce_death()
         raise
@@ -377,9 +399,9 @@ def _start(
     signals: StopSignals,
     clock: Clock,
     on_serving: Callable[[Serving], None] | None,
+    observation: Observation,
 ) -> EngineCoreProc:
     """From nothing to an engine that serves."""
-    config.validate()
     context: Context = zmq.Context()
     stack.callback(context.destroy, linger=0)  # what is closed by then lingers as it was told
     dialog = None
@@ -392,7 +414,8 @@ def _start(
             addresses = dialog.join().addresses
 
     engine_index = front_end.engine_index if front_end is not None else 0
-    executor = make_executor(config.executor_config())
+    observation.row.phase = "starting workers"
+    executor = make_executor(config.executor_config(), observation.page)
     stack.callback(executor.shutdown)
 
     def make_recorder(capacity: EngineCapacity) -> DecisionRecorder:
@@ -408,7 +431,12 @@ def _start(
         track_finished=addresses is not None and addresses.coordinator_output is not None,
         on_restarted=inbox.wake,
         make_observer=make_recorder if config.record else None,
+        row=observation.row,
+        kv_events=observation.kv_events,
+        collect_metrics=observation.monitoring is not None,
     )
+    observation.engine_made(core)
+    observation.row.phase = "connecting"
     executor.set_failure_callback(inbox.put)
     dispatcher = Dispatcher(core, engine_index, clock)
     proc = EngineCoreProc(config, core, dispatcher, inbox, signals, clock)
@@ -437,6 +465,8 @@ def _start(
     signals.serve(inbox.wake)
     if lobby is not None:
         lobby.open(context, registration, first_client_index=num_clients)
+        observation.row.address = lobby.address or ""
+    observation.row.phase = "ready"
     if on_serving is not None:
         on_serving(Serving(registration, lobby.address if lobby is not None else None))
     return proc
@@ -471,6 +501,7 @@ def make_registration(
         coordinator_output_address=addresses.coordinator_output if addresses is not None else None,
         vocab_size=capacity.vocab_size,
         worker_cls=config.worker_cls,
+        kv_events_config=None if config.kv_events_config is None else to_builtins(config.kv_events_config),
     )
 
 

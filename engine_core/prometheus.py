@@ -264,13 +264,17 @@ class EngineCollector(Collector):
         return family
 
 
-def renderer(collector: EngineCollector) -> Callable[[str], tuple[str, bytes]]:
-    """For `MonitoringServer`: the engine's series, and the usual ones of a Python process."""
+def process_registry() -> CollectorRegistry:
+    """With the usual series of a Python process; an `EngineCollector` joins it when there is an engine."""
     registry = CollectorRegistry()
-    registry.register(collector)
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
+    return registry
+
+
+def renderer(registry: CollectorRegistry) -> Callable[[str], tuple[str, bytes]]:
+    """For `MonitoringServer`."""
 
     def render(accept: str) -> tuple[str, bytes]:
         encode, content_type = choose_encoder(accept)

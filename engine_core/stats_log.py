@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 
 from transport.clock import SYSTEM_CLOCK, Clock
@@ -10,11 +11,15 @@ from transport.state_page import PageView
 
 logger = logging.getLogger("engine_core")
 
+INTERVAL_S = 10.0
 _RECENT_REQUESTS = 1000  # vLLM's window of the hit rate
 
 
 class StatsLog:
-    """Compares the state page with what it was at the line before."""
+    """Compares the state page with what it was at the line before.
+
+    Between `start` and `stop` a thread writes a line every `INTERVAL_S`, also while the engine hangs.
+    """
 
     def __init__(self, page: PageView, engine_index: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
         self._page = page
@@ -23,8 +28,22 @@ class StatsLog:
         self._before = page.snapshot()["engine"]
         self._before_s = clock.monotonic()
         self._was_idle = True
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stats-log", daemon=True)
         # Requests looked up, tokens queried and found, by interval, over the last so many requests.
         self._lookups: deque[tuple[int, int, int]] = deque()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """To be called before the page is closed."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(INTERVAL_S):
+            self.log()
 
     def log(self) -> None:
         """Writes the line; at level DEBUG if nothing happened in this and the last interval."""

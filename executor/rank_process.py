@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from executor.control import Failure, FromRank, RankHungUp, control_pair, receive_from_rank
+from transport.processes import what_keeps_it
 
 # Faulthandler's, in every rank. A real-time signal, because workers and their libraries use the common ones.
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -24,12 +25,6 @@ _SETTLE_S = 0.02
 _ENDING_S = 5.0  # an interpreter takes a while to take itself down
 _STACK_WAIT_S = 0.5
 _STACK_BYTES = 32 << 10
-_STATES = {
-    "D": "D (waiting for a device)",
-    "T": "T (stopped)",
-    "t": "t (stopped by a debugger)",
-    "Z": "Z (ended)",
-}
 
 # The current directory must not shadow modules in the ranks if it does not in the engine.
 _SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
@@ -113,11 +108,7 @@ class RankProcess:
 
     def state(self) -> str:
         """What keeps the kernel from running it, or an empty text."""
-        try:
-            data = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return ""
-        return _STATES.get(data[data.rindex(")") + 2], "")
+        return what_keeps_it(self.pid)
 
     def dump_stack(self) -> str:
         """Where its threads stand, by faulthandler; empty if it cannot be had. Waits up to half a second."""

@@ -52,6 +52,25 @@ def own_identity() -> ProcessIdentity:
     return identity_of(os.getpid())
 
 
+_STATES = {
+    "D": "D (waiting for a device)",
+    "T": "T (stopped)",
+    "t": "t (stopped by a debugger)",
+    "Z": "Z (ended)",
+}
+
+
+def what_keeps_it(pid: int) -> str:
+    """What keeps the kernel from running a process, such as `T (stopped)`; empty if nothing does, or if there
+    is none.
+    """
+    try:
+        data = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return _STATES.get(data[data.rindex(")") + 2], "")
+
+
 def _read_stat(pid: int) -> tuple[str, int] | None:
     """("R" or "Z", start ticks): "Z" for zombies and the dead, "R" for any other state."""
     try:
@@ -147,15 +166,28 @@ def remove_run_dir() -> None:
 def sweep_stale() -> list[Path]:
     """Remove what dead processes of this user left behind; returns the directories removed."""
     base = base_dir()
-    removed = []
     with _locked(base):
-        for path in base.iterdir():
-            match = _OWNER.match(path.name)
-            if match is None or ProcessIdentity(int(match[1]), int(match[2])).is_alive() or _is_held(path):
-                continue
+        stale = _stale(base)
+        for path in stale:
             shutil.rmtree(path)
-            removed.append(path)
-    return removed
+    return stale
+
+
+def find_stale() -> list[Path]:
+    """The directories that `sweep_stale` would remove."""
+    base = base_dir()
+    with _locked(base):
+        return _stale(base)
+
+
+def _stale(base: Path) -> list[Path]:
+    stale = []
+    for path in base.iterdir():
+        match = _OWNER.match(path.name)
+        if match is None or ProcessIdentity(int(match[1]), int(match[2])).is_alive() or _is_held(path):
+            continue
+        stale.append(path)
+    return stale
 
 
 def socket_path(name: str) -> Path:

@@ -169,7 +169,7 @@ class Row:
     fields: ClassVar[dict[str, Field[Any]]] = {}
     num_bytes: ClassVar[int] = WORD
 
-    __slots__ = ("_acquire", "_release", "_sequence", "floats", "memory", "words")
+    __slots__ = ("_lock", "_sequence", "floats", "memory", "words")
 
     def __init_subclass__(cls) -> None:
         word = cls.num_bytes // WORD
@@ -186,8 +186,7 @@ class Row:
         self.memory = memory
         self.words = memory.cast("Q")
         self.floats = memory.cast("d")
-        lock = threading.Lock()
-        self._acquire, self._release = lock.acquire, lock.release  # half the cost of `with`
+        self._lock = threading.Lock()
         # A writer killed in mid-write left an odd number: the next write has to end on an even one.
         self._sequence = self.words[0] + (self.words[0] & 1)
 
@@ -208,8 +207,7 @@ class Row:
 
     def write(self, store: Callable[..., None], *values: Any) -> None:
         """Calls `store(self, *values)` as one sequence-locked write."""
-        self._acquire()
-        try:
+        with self._lock:  # unlike a pair of calls it is let go of whatever a signal handler raises, and when
             sequence = self._sequence
             self.words[0] = sequence + 1
             memory_fence()  # the odd number is out before any field changes
@@ -218,8 +216,6 @@ class Row:
             finally:
                 memory_fence()  # every field is out before the even number
                 self.words[0] = self._sequence = sequence + 2
-        finally:
-            self._release()
 
     def clear(self) -> None:
         """Sets every field to zero, without the sequence: for use inside `write`."""

@@ -42,10 +42,9 @@ class EngineRow(ProcessRow):
     phase = Choice(
         "starting",
         "starting workers",
-        "loading model",
-        "initializing cache",
         "connecting",
         "ready",
+        "restarting workers",
         "draining",
         "shutting down",
         "stopped",

@@ -27,6 +27,10 @@ COMMANDS = {
     "replay": "send recorded traffic and report how it was served",
     "replay-decisions": "run the scheduler on a recorded engine's inputs and compare its decisions",
     "profile-worker": "measure a worker's steps, for simulate",
+    "ps": "list the engines of this host",
+    "top": "watch them, live",
+    "health": "answer a probe: alive, ready, getting on?",
+    "doctor": "say what is wrong with this host or an engine",
     "simulate": "serve recorded or generated traffic in virtual time",
     "export-model-dir": "write the directory of a GGUF file that a front end wants",
 }

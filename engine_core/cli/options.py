@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
@@ -73,6 +74,8 @@ def _add(section: argparse._ArgumentGroup, name: str, type_: Any, help_: str, de
         else:
             parsers: dict[Any, Callable[[str], Any]] = {int: integer, float: float}
             parse = _model_len if name == "max_model_len" else parsers.get(type_, str)
+            if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+                parse = partial(_from_json, type_)
             section.add_argument(
                 *names, type=parse, metavar="N" if type_ in (int, float) else "NAME", **kwargs
             )
@@ -81,6 +84,13 @@ def _add(section: argparse._ArgumentGroup, name: str, type_: Any, help_: str, de
 def _model_len(text: str) -> int | None:
     """vLLM's "auto" and -1: as long as the model allows."""
     return None if text in ("auto", "-1") else integer(text)
+
+
+def _from_json(type_: type[msgspec.Struct], text: str) -> msgspec.Struct:
+    try:
+        return msgspec.json.decode(text, type=type_)
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {str(error).replace('`', '')}") from None
 
 
 def _plain(type_: Any) -> Any:

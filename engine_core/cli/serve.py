@@ -19,6 +19,7 @@ from engine_core.cli.parser import Parser, integer, positive_integer
 from engine_core.config import EngineConfig
 from engine_core.handshake import FrontEnd
 from engine_core.lobby_protocol import default_address, stream_socket
+from engine_core.logs import configure
 from engine_core.proc import Serving, run_engine
 
 logger = logging.getLogger("engine_core")
@@ -78,6 +79,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     if getattr(args, "model_tag", None) is not None:
         vars(args)["engine:model"] = args.model_tag
     config = engine_config(parser, args, **defaults_for_mock(given(args)))
+    configure(args.log_level, config.log_format)
     ranks = _ranks(parser, args)
     if ranks is None:
         return _run(config, None, args.listen or default_address())

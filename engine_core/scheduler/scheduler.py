@@ -26,6 +26,14 @@ from engine_core.outputs import StepOutputs
 from engine_core.protocol import EventType, FinishReason, SchedulerStats
 from engine_core.request import Request, Status
 from engine_core.scheduler.admission import Admission, Admitted
+from engine_core.scheduler.history import (
+    BLOCKS_RAN_OUT,
+    CACHE_RESET,
+    SEARCH,
+    WORKERS_RESTARTED,
+    History,
+    Preemption,
+)
 from engine_core.scheduler.intake import Intake
 from engine_core.scheduler.outcome import OutputCollector
 from engine_core.scheduler.running import InFlightStep, RunningBatch
@@ -90,6 +98,7 @@ class Scheduler:
         self.by_columns = True  # False: plan running requests one by one only
 
         self.requests: dict[str, Request] = {}  # all that live
+        self.history = History()
         self.batch = RunningBatch(config.max_num_seqs, config.block_size)
         self.admission = Admission(
             config, self.make_queue(), max_model_len, self.batch, self.kv, clock, self.counters, metrics
@@ -176,6 +185,7 @@ class Scheduler:
             self.admission.prefilled(request)
         self._ended_unannounced = True
         self.counters.requests_finished += 1
+        self.history.ended(request, self.clock.monotonic())
         if self._metrics is not None:
             self._metrics.ended(request, slot, self.clock.time())
         if self._finished_ids is not None:
@@ -194,8 +204,9 @@ class Scheduler:
         if self.by_columns:
             grants = grant_together(self.batch, self.kv, rules)
         if grants is None:
-            now = self.clock.monotonic()
-            grants = grant_in_order(self.batch, self.kv, rules, lambda row: self._preempt(row, now))
+            grants = grant_in_order(
+                self.batch, self.kv, rules, lambda row, winner: self._preempt(row, BLOCKS_RAN_OUT, winner)
+            )
 
         admitted = Admitted()
         if not grants.preempted and self.pause_state is not PauseState.PAUSED_ALL:
@@ -236,8 +247,8 @@ class Scheduler:
             priority=config.scheduling_policy == "priority",
         )
 
-    def _preempt(self, row: int, now: float, drop_output: bool = False) -> None:
-        """A running request gives up its blocks and waits again; it is computed anew later.
+    def _preempt(self, row: int, why: str, winner: Request | None = None, drop_output: bool = False) -> None:
+        """A running request gives up its blocks, to `winner`, and waits again; it is computed anew later.
 
         Tokens of it that are in flight are still delivered, unless `drop_output`.
         """
@@ -255,6 +266,9 @@ class Scheduler:
         self.kv.free(request)
         request.status = Status.PREEMPTED
         request.num_preemptions += 1
+        request.since_s = now = self.clock.monotonic()
+        by = None if winner is None else winner.request_id
+        self.history.preempted(request, Preemption(now, self._step_id, why, by))
         if self.log_stats:
             request.record_event(EventType.PREEMPTED, now)
         self.waiting.put_back(request)
@@ -374,9 +388,7 @@ class Scheduler:
         computed anew.
         """
         if reset_running:
-            now = self.clock.monotonic()
-            while len(self.batch):
-                self._preempt(len(self.batch) - 1, now, drop_output=True)
+            self._preempt_all(CACHE_RESET)
         done = self.kv.reset_prefix_cache()
         if self._kv_events is not None:
             self._kv_events.flush()
@@ -392,18 +404,22 @@ class Scheduler:
         self.admission.interrupted.update(self.batch.requests)
         for request in self.waiting:
             request.num_stale_tokens = 0
-        self.reset_prefix_cache(reset_running=True)
+        self._preempt_all(WORKERS_RESTARTED)
+        self.reset_prefix_cache()
         self._finished_slots.clear()  # the new workers know of nobody
         self._preempted_slots.clear()
+
+    def _preempt_all(self, why: str) -> None:
+        while len(self.batch):
+            self._preempt(len(self.batch) - 1, why, drop_output=True)
 
     def allow_only(self, request_ids: Iterable[str] | None) -> None:
         """Nobody but these requests runs from now on, whatever else; None: everybody may."""
         allowed = self.admission.allowed = None if request_ids is None else frozenset(request_ids)
         if allowed is not None:
-            now = self.clock.monotonic()
             for row in range(len(self.batch) - 1, -1, -1):
                 if self.batch.requests[row].request_id not in allowed:
-                    self._preempt(row, now)
+                    self._preempt(row, SEARCH)
 
     def requests_of_step(self, step_id: int) -> list[Request]:
         """The live requests of a step in flight, in its order."""

@@ -65,10 +65,10 @@ def test_an_engine_that_has_not_begun_is_not_live() -> None:
 
 
 def test_a_starting_engine_is_live_and_gets_on_but_is_not_ready(page: StatePage) -> None:
-    page.engine.phase = "loading model"
+    page.engine.phase = "starting workers"
     assert live(page.snapshot(), NOW).ok
     assert progress(page.snapshot(), NOW).ok
-    assert ready(page.snapshot(), NOW).reason == "the engine is loading model"
+    assert ready(page.snapshot(), NOW).reason == "the engine is starting workers"
 
 
 def test_an_engine_whose_process_has_ended_is_not_live_and_tells_the_first_error(page: StatePage) -> None:

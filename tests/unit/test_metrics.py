@@ -345,8 +345,9 @@ def test_gauges_show_the_page_and_counters_the_counters(engine: Engine) -> None:
 def test_histograms_are_cumulative_with_vllms_bounds(engine: Engine) -> None:
     engine.metrics.inter_token_s.observe(0.03, 256)
     engine.metrics.inter_token_s.observe(1000.0)
-    engine.metrics.step(300, 0.02, (0.001, 0.002, 0.01, 0.003, 0.004))
-    engine.metrics.step(0, 0.02, (0.001, 0.0, 0.0, 0.0, 0.0))
+    engine.metrics.step(300, 0.02, (0.001, 0.002, 0.01, 0.003))
+    engine.metrics.output(0.004)
+    engine.metrics.step(0, 0.02, (0.001, 0.0, 0.0, 0.0))
     samples = scrape(engine)
     buckets = {
         float(dict(labels)["le"]): value
