@@ -173,6 +173,13 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     restart_window_s: Annotated[
         float, Meta(gt=0.0, description="seconds after which a restart does not count any more")
     ] = 300.0
+    max_client_backlog: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="tokens held back for a client that does not read; beyond, its requests are ended",
+        ),
+    ] = 1 << 22
     shutdown_timeout: Annotated[
         float, Meta(ge=0.0, description="seconds to finish running requests after SIGTERM; 0: abort them")
     ] = 0.0
@@ -191,13 +198,6 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
 
     def validate(self, max_model_len: int | None = None) -> None:
         """Raises `ConfigError` for the first field whose value cannot be run with.
-    max_client_backlog: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="tokens held back for a client that does not read; beyond, its requests are ended",
-        ),
-    ] = 1 << 22
 
         `max_model_len` is the limit settled with the model; checks that need it wait until it is known.
         """

@@ -43,10 +43,10 @@ logger = logging.getLogger("engine_core")
 
 COORDINATOR_TIMEOUT_S = 600.0  # until all engines of a deployment have come
 MAX_MESSAGES_PER_TURN = 256  # of one client, before the next step
+FLUSH_TIMEOUT_S = 2.0  # for the last outputs of clients that do not keep up
 TEARDOWN_GRACE_S = 5.0  # beyond what the workers are given
 GC_THRESHOLD = 50_000  # new objects; a step leaves few that live, so rarely is often enough
 
-FLUSH_TIMEOUT_S = 2.0  # for the last outputs of clients that do not keep up
 
 @dataclass(frozen=True, slots=True)
 class Serving:
@@ -102,10 +102,10 @@ class EngineCoreProc:
         self._coordinator: CoordinatorSockets | None = None
         self._clients: dict[int, ClientSockets] = {}
         self._by_input: dict[Socket, ClientSockets] = {}
+        self._slow: dict[Socket, ClientSockets] = {}  # by output; those that do not keep up
         self._poller = zmq.Poller()
         self._poller.register(inbox.fd, zmq.POLLIN)
         self._unread: deque[tuple[ClientSockets, list[bytes]]] = deque()
-        self._slow: dict[Socket, ClientSockets] = {}  # by output; those that do not keep up
         self._published_counts = (0, 0)
         self._workers_failed = False  # perhaps those before the last restart
         self._stop_reason: str | None = None
@@ -139,12 +139,12 @@ class EngineCoreProc:
                 core.report.delivered()
         dispatcher.control.abort_all()
         self._send()
+        self._flush()
         return self._stop_reason or ""
 
     def take_aborts(self) -> list[str]:
         """Ids to abort, from messages that came while a step ran."""
         self._receive(0)
-        self._flush()
         aborted_ids = self._dispatcher.aborted_ids
         return [request_id for _, frames in self._unread for request_id in aborted_ids(frames)]
 
@@ -167,6 +167,8 @@ class EngineCoreProc:
                 self._take_events()
             elif source in self._by_input:
                 self._read(self._by_input[source])
+            elif source in self._slow:
+                self._catch_up(self._slow[source])
             elif self._coordinator is not None:
                 self._coordinator.discard_input()
 
@@ -181,8 +183,6 @@ class EngineCoreProc:
 
     def _read(self, client: ClientSockets) -> None:
         read = client.input.recv_multipart
-            elif source in self._slow:
-                self._catch_up(self._slow[source])
         try:
             for _ in range(MAX_MESSAGES_PER_TURN):
                 self._unread.append((client, read(zmq.NOBLOCK)))
@@ -230,23 +230,9 @@ class EngineCoreProc:
             client = clients.get(client_index)
             if client is not None:
                 client.send(frames)
-        outbox.clear()
-
-    def _publish_counts(self) -> None:
-        """The coordinator balances load by them."""
-        if self._coordinator is None:
-            return
-        counts = self._dispatcher.counts()
-        if counts != self._published_counts:
-            self._published_counts = counts
-            self._coordinator.output.send_multipart(self._dispatcher.encode_counts(), zmq.NOBLOCK)
-
-    # Stopping
-
-    def _begin_stop(self, reason: str) -> None:
                 if client.unsent and client.output not in self._slow:
                     self._slow_down(client)
-        if self._stop_reason is not None:
+        outbox.clear()
         for client in self._slow.values():
             if client.input in self._poller and self._dispatcher.is_full(client.client_index):
                 self._poller.unregister(client.input)  # it hears no answer, so it is not heard
@@ -286,6 +272,20 @@ class EngineCoreProc:
                 return
             for output, _ in ready:
                 self._catch_up(self._slow[output])
+
+    def _publish_counts(self) -> None:
+        """The coordinator balances load by them."""
+        if self._coordinator is None:
+            return
+        counts = self._dispatcher.counts()
+        if counts != self._published_counts:
+            self._published_counts = counts
+            self._coordinator.output.send_multipart(self._dispatcher.encode_counts(), zmq.NOBLOCK)
+
+    # Stopping
+
+    def _begin_stop(self, reason: str) -> None:
+        if self._stop_reason is not None:
             return
         self._stop_reason = reason
         self._dispatcher.closing = True

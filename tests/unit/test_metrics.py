@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from transport.message_queue import QueueStats
 from transport.state_page import StatePage
 
 prometheus_parser = pytest.importorskip("prometheus_client.parser")
-from engine_core.prometheus import EngineCollector, renderer  # noqa: E402  # needs the package
+from engine_core.prometheus import EngineCollector, process_registry, renderer  # noqa: E402  # needs the package
 
 UNIX = 1.7e9
 
@@ -206,9 +206,15 @@ def engine() -> Iterator[Engine]:
         yield Engine(page, counters, metrics, collector)
 
 
+def render_of(engine: Engine) -> Callable[[str], tuple[str, bytes]]:
+    registry = process_registry()
+    registry.register(engine.collector)
+    return renderer(registry)
+
+
 def scrape(engine: Engine) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     """Sample name to labels to value."""
-    _, text = renderer(engine.collector)("")
+    _, text = render_of(engine)("")
     samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in prometheus_parser.text_string_to_metric_families(text.decode()):
         for sample in family.samples:
@@ -380,7 +386,7 @@ def test_a_torn_page_is_still_scraped(engine: Engine) -> None:
 
 class Site:
     def __init__(self, stack: ExitStack, engine: Engine) -> None:
-        self.server = MonitoringServer("127.0.0.1", 0, engine.page.view, renderer(engine.collector))
+        self.server = MonitoringServer("127.0.0.1", 0, engine.page.view, render_of(engine))
         self.server.start()
         stack.callback(self.server.close)
 
@@ -422,10 +428,10 @@ def test_health_is_served_with_a_reason(site: Site, engine: Engine) -> None:
 
 def test_an_address_in_use_is_named(site: Site, engine: Engine) -> None:
     with pytest.raises(ConfigError, match=rf"metrics_port = {site.server.port}: cannot listen on 127.0.0.1"):
-        MonitoringServer("127.0.0.1", site.server.port, engine.page.view, renderer(engine.collector))
+        MonitoringServer("127.0.0.1", site.server.port, engine.page.view, render_of(engine))
 
 
 def test_a_server_can_be_closed_twice_or_before_it_serves(site: Site, engine: Engine) -> None:
     site.server.close()
     site.server.close()
-    MonitoringServer("127.0.0.1", 0, engine.page.view, renderer(engine.collector)).close()
+    MonitoringServer("127.0.0.1", 0, engine.page.view, render_of(engine)).close()
