@@ -319,7 +319,7 @@ class RingWriter:
         return place
 
     def _hot_bytes(self) -> int:
-        return min(max(_HOT_BYTES, 2 * self._largest), self._capacity)
+        return min(max(_HOT_BYTES, self._largest), self._capacity)
 
     def _has_room(self, end: int) -> bool:
         words = self._words

@@ -184,8 +184,9 @@ class SpinCondition:
         self._park = park
         self._unpark = unpark
         self._monotonic = clock.monotonic
-        self.polls = range(10 if crowded else policy.polls)
-        self._burst = range(10)
+        self.polls = range(1 if crowded else policy.polls)
+        self._turns = range(4 if crowded else 0)  # given to the others before a wait is counted as one
+        self._burst = range(1 if crowded else 10)  # looks between two yields
         self._window_s = policy.window_us * 1e-6
         self._adaptive = policy.adaptive
         self._mean_wait_s = 0.0  # moving average in which one long pause counts no more than 16 windows
@@ -197,6 +198,11 @@ class SpinCondition:
         quick: how often, since the last wait, the change had come by then. Raises Cancelled, and what the
         sleeper's `on_event` raises.
         """
+        words = self._words
+        for _ in self._turns:
+            os.sched_yield()
+            if words[index] != old:
+                return True
         self._mean_wait_s *= 0.875 ** min(1 + quick, 64)
         start = self._monotonic()
         self.waits += 1

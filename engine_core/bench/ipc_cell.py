@@ -55,6 +55,8 @@ class Readers:
 
     def __init__(self, transport: Transport, n: int, *, paced: bool) -> None:
         self._paced = paced
+        # The writer must not keep readers on its own core from running.
+        self._looks = 30 if n < len(_CORES) else 0
         self._page = memoryview(mmap.mmap(-1, 4096 * (1 + n // 30))).cast("Q")
         self._lines = [16 * (i + 1) for i in range(n)]
         self._pids = [self._fork(transport, i) for i in range(n)]
@@ -95,7 +97,7 @@ class Readers:
             looks = 0
             while page[line] < count:
                 looks += 1
-                if looks > 30:
+                if looks > self._looks:
                     os.sched_yield()
                     if not looks & 1023 and time.monotonic() > deadline:
                         raise TimeoutError(f"a reader has {page[line]} of {count} messages")
