@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -60,7 +60,10 @@ def engine(**config: Any) -> Iterator[EngineCore]:
 
 
 def run(
-    core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    core: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    after_step: Callable[[dict[str, Result]], None] = lambda results: None,
 ) -> list[Result]:
     """All prompts at once, to their end."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -81,6 +84,7 @@ def run(
                 result.prompt_logprobs = prompt_found.logprobs.array[:, 0].tolist()
             if output.prefill_stats is not None:
                 result.cached_tokens = output.prefill_stats.num_cached_tokens
+        after_step(results)
     for request in requests:
         results[request.request_id].preemptions = request.num_preemptions
     return list(results.values())

@@ -5,6 +5,8 @@ A part of this runs by default; `-m slow` runs all prompts to their end under ev
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from engine_core.core import EngineCore
 from executor.sampling_params import SamplingParams
-from tests.smollm2 import assert_matches, engine, greedy, needs_model, reference, run
+from tests.smollm2 import Result, assert_matches, engine, greedy, needs_model, reference, run
 
 pytestmark = needs_model
 
@@ -144,6 +146,27 @@ def test_a_pool_so_small_that_requests_are_preempted(tp: int) -> None:
         enable_prefix_caching=False,
     )
     assert sum(result.preemptions for result in results) >= 2
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_killed_worker_costs_no_token(ranks: int) -> None:
+    records = SHORT[:3]
+    prompts = [r["prompt_token_ids"] for r in records]
+    with engine(tensor_parallel_size=ranks, distributed_executor_backend="mp") as core:
+        victims = iter(core.executor.pids[-1:])  # type: ignore[attr-defined]
+
+        def kill_after_some_tokens(results: dict[str, Result]) -> None:
+            if all(len(result.tokens) >= 3 for result in results.values()):
+                for pid in victims:
+                    os.kill(pid, signal.SIGKILL)
+
+        params = [greedy(10), greedy(10), SamplingParams(temperature=0.9, seed=7, max_tokens=10)]
+        results = run(core, prompts, params, kill_after_some_tokens)
+        assert core.num_restarts == 1 and next(victims, None) is None
+        undisturbed = run(core, prompts, params)
+    assert [r.tokens for r in results] == [r.tokens for r in undisturbed]
+    for record, result in zip(records[:2], results[:2], strict=True):
+        assert_matches(record, result.tokens)
 
 
 def test_three_ranks_give_the_tokens_and_logprobs_of_one(core: EngineCore) -> None:
