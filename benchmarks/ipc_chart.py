@@ -3,7 +3,7 @@
     engine-core bench ipc --peers --json > ipc.json
     python benchmarks/ipc_chart.py ipc.json docs/img/transport.svg
 
-One row of bars for each case measured in time; the axis is logarithmic.
+One group of bars for each case that is a time and was measured for several; the axis is logarithmic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BAR, GAP, TOP = 13, 16, 70
 
 
 def chart(measured: dict[str, Any]) -> str:
-    cases = [case for case in measured["cases"] if case["unit"] == "us"]
+    cases = [case for case in measured["cases"] if case["unit"] == "us" and len(case["results"]) > 1]
     values = [r["value"] for case in cases for r in case["results"].values() if "value" in r]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     unit = WIDTH / (high - low)
@@ -66,7 +66,8 @@ def chart(measured: dict[str, Any]) -> str:
     machine = measured["machine"]
     note = (
         f"{machine['date']}, {machine['cores']} cores, Linux {machine['kernel'].split('-')[0]}, "
-        f"Python {machine['python']}; medians, pinned"
+        f"Python {machine['python']}; "
+        "medians, pinned; ×: how many times longer than engine-core"
     )
     return "\n".join(
         [
