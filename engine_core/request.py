@@ -61,7 +61,9 @@ class Request:
         "prompt",
         "prompt_logprobs",
         "queue_entry",
+        "queued_s",
         "request_id",
+        "since_s",
         "skip_reading_prefix_cache",
         "slot",
         "status",
@@ -110,6 +112,8 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.events: list[EngineCoreEvent] | None = None
+        self.queued_s = 0.0  # when it arrived, and when it got its status; monotonic clock
+        self.since_s = 0.0
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # of the prompt, when it was first admitted
         self.prefilled = False  # its first output is out

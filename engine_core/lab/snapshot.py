@@ -51,7 +51,7 @@ _MAKE: dict[str, Any] = {
     **{tag: type_ for type_, tag in _SEQUENCES.items()},
     **{tag: type_ for type_, tag in _MAPPINGS.items()},
 }
-_FIXED = ("RequestLimits",)  # follows from the configuration
+_FIXED = ("RequestLimits", "History")  # follows from the configuration; decides nothing
 
 
 class SnapshotError(Exception):

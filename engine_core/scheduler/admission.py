@@ -75,8 +75,9 @@ class Admission:
             raise _queue_full(request, f"{self.queued_tokens} prompt tokens are queued, the limit is {most}")
         self.queue.add(request)
         self.queued_tokens += request.num_prompt_tokens
+        request.queued_s = request.since_s = self._clock.monotonic()
         if config.log_stats:
-            request.record_event(EventType.QUEUED, self._clock.monotonic())
+            request.record_event(EventType.QUEUED, request.queued_s)
 
     def remove(self, request: Request) -> None:
         """A waiting request ends."""
@@ -102,7 +103,7 @@ class Admission:
         admitted = Admitted()
         passed_over: list[Request] = []
         metrics = self._metrics
-        now = self._clock.monotonic() if config.log_stats or metrics is not None else 0.0
+        now = self._clock.monotonic()
         loras = {r.lora.int_id for r in batch.requests if r.lora is not None} if self._max_loras else set()
         while budget > 0 and len(queue) and len(batch) < self._max_running:
             request = queue.peek()
@@ -138,6 +139,7 @@ class Admission:
             if config.log_stats:
                 request.record_event(EventType.SCHEDULED, now)
             self._enter_batch(request, computed)
+            request.since_s = now
             if metrics is not None:
                 metrics.scheduled(request, now)
             admitted.requests.append(_in_full(request, computed))

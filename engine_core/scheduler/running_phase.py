@@ -99,9 +99,9 @@ def grant_together(batch: RunningBatch, kv: KVCacheManager, rules: StepRules) ->
 
 
 def grant_in_order(
-    batch: RunningBatch, kv: KVCacheManager, rules: StepRules, preempt: Callable[[int], None]
+    batch: RunningBatch, kv: KVCacheManager, rules: StepRules, preempt: Callable[[int, Request], None]
 ) -> Grants:
-    """Plan row by row. `preempt(row)` makes a request leave the batch and wait again."""
+    """Plan row by row. `preempt(row, winner)` makes a request leave the batch for another, and wait."""
     budget = rules.budget
     granted: dict[Request, int] = {}
     new_blocks: dict[Request, list[int]] = {}
@@ -122,7 +122,7 @@ def grant_in_order(
                 row -= 1
             budget += granted.pop(victim, 0)
             new_blocks.pop(victim, None)
-            preempt(victim_row)
+            preempt(victim_row, request)
             preempted = True
         if request.status is not Status.RUNNING:
             if rules.priority:
