@@ -54,7 +54,7 @@ class LocalReaders:
             policy,
             park=self.writer.park,
             unpark=self.writer.unpark,
-            crowded=_crowded(self._ring),
+            crowded=_crowded(self._ring, policy),
             clock=clock,
         )
 
@@ -148,7 +148,7 @@ class LocalReader(MessageQueue):
             wait,
             park=self._reader.park,
             unpark=self._reader.unpark,
-            crowded=_crowded(there.ring),
+            crowded=_crowded(there.ring, wait),
             clock=clock,
         )
         self._polls = self._condition.polls
@@ -239,5 +239,6 @@ class LocalReader(MessageQueue):
             raise TransportError(f"the previous message of queue {self.name!r} has not been released")
 
 
-def _crowded(ring: ShmRingBuffer) -> bool:
-    return ring.n_readers + 1 > (os.cpu_count() or 1)
+def _crowded(ring: ShmRingBuffer, policy: WaitPolicy) -> bool:
+    """Whether processes outnumber cores."""
+    return max(ring.n_readers + 1, policy.processes) > (os.cpu_count() or 1)

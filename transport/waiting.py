@@ -73,6 +73,7 @@ class WaitPolicy(msgspec.Struct, frozen=True, kw_only=True):
     polls: int = 300  # looks without giving up the core, ~50 ns each; skipped if processes outnumber cores
     window_us: float = 100.0  # then look and yield in turn before sleeping: what two wake-ups cost
     adaptive: bool = True  # up to four windows where that usually suffices; none where waits last longer
+    processes: int = 0  # that work together on this host; 0: writer and readers of the queue
     warn_after_s: float = 5.0  # log a peer that keeps this end waiting this long, then at every doubling
 
     @classmethod
