@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import zmq
 
 from engine_core.blocking_client import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_START_TIMEOUT_S
@@ -16,6 +17,7 @@ from engine_core.client_session import ClientSession, Prompt, RequestOutput
 from engine_core.config import EngineConfig
 from engine_core.errors import EngineDeadError, ProtocolError, RequestError, UtilityError
 from engine_core.protocol import FinishReason, ReadyResponse, SchedulerStats
+from engine_core.scheduler.explain import Explanation
 from executor.sampling_params import SamplingParams
 from executor.step import LoRARequest
 from transport.clock import SYSTEM_CLOCK, Clock
@@ -179,6 +181,12 @@ class AsyncEngineClient:
         finally:
             if not call.future.done() or call.future.cancelled():
                 self._session.forget_call(call)
+
+    async def explain(self, request_id: str) -> Explanation:
+        """Where a request of any client stands, live or ended in the last minutes; an unambiguous beginning
+        of its id will do. Raises `UtilityError` if there is none.
+        """
+        return msgspec.convert(await self.utility("explain", request_id), Explanation)
 
     async def collective_rpc(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
 
 from engine_core.client_connection import LAST_OUTPUTS_TIMEOUT_S, Connection
@@ -15,6 +16,7 @@ from engine_core.client_session import ClientSession, Prompt, RequestOutput
 from engine_core.config import EngineConfig
 from engine_core.errors import EngineDeadError, ProtocolError, RequestError, UtilityError
 from engine_core.protocol import FinishReason, ReadyResponse, SchedulerStats
+from engine_core.scheduler.explain import Explanation
 from engine_core.wire import Frame
 from executor.sampling_params import SamplingParams
 from executor.step import LoRARequest
@@ -136,6 +138,12 @@ class BlockingClient(ABC):
         if call.error is not None:
             raise call.error
         return call.value
+
+    def explain(self, request_id: str) -> Explanation:
+        """Where a request of any client stands, live or ended in the last minutes; an unambiguous beginning
+        of its id will do. Raises `UtilityError` if there is none.
+        """
+        return msgspec.convert(self.utility("explain", request_id), Explanation)
 
     def collective_rpc(
         self,

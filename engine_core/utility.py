@@ -17,6 +17,7 @@ import msgspec
 from engine_core.core import EngineCore
 from engine_core.outputs import StepOutputs, finish_outputs
 from engine_core.protocol import FinishReason, UtilityOutput, UtilityRequest
+from engine_core.scheduler.explain import explain
 from engine_core.scheduler.scheduler import PauseState
 
 logger = logging.getLogger("engine_core")
@@ -220,6 +221,12 @@ class EngineControl:
     def get_counters(self) -> dict[str, int]:
         """Of the scheduler, since the start; whoever wants a rate compares two looks."""
         return {"steps": self._core.scheduler.num_executed_steps}
+
+    @utility
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """Where a live or lately ended request stands: an `Explanation` as a map."""
+        answer: dict[str, Any] = msgspec.to_builtins(explain(self._core.scheduler, request_id))
+        return answer
 
     @utility
     def collective_rpc(

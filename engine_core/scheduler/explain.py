@@ -38,7 +38,7 @@ class Explanation(msgspec.Struct, kw_only=True):
     state: str  # waiting, running, preempted (waits again) or finished
     for_s: float  # in that state
     age_s: float  # since it arrived
-    text: str  # all of it as sentences
+    sentences: list[str]  # all of it in words
     prompt_tokens: int
     output_tokens: int
     most_output_tokens: int | None  # None: as many as the model allows
@@ -51,6 +51,10 @@ class Explanation(msgspec.Struct, kw_only=True):
     preemptions: list[Lost]
     finish_reason: str | None
     stop_reason: int | str | None
+
+    @property
+    def text(self) -> str:
+        return ". ".join(self.sentences)
 
 
 class UnknownRequest(LookupError):
@@ -105,7 +109,7 @@ def _finished(request: FinishedRequest, now_s: float) -> Explanation:
         state="finished",
         for_s=ago_s,
         age_s=now_s - request.queued_s,
-        text=". ".join((text, *_preemption_text(request.request_id, lost))),
+        sentences=[text, *_preemption_text(request.request_id, lost)],
         prompt_tokens=request.num_prompt_tokens,
         output_tokens=request.num_output_tokens,
         most_output_tokens=None,
@@ -179,7 +183,7 @@ def _live(
         state=state,
         for_s=now_s - request.since_s,
         age_s=now_s - request.queued_s,
-        text=". ".join(sentences),
+        sentences=sentences,
         prompt_tokens=request.num_prompt_tokens,
         output_tokens=output_tokens,
         most_output_tokens=request.params.max_tokens,
