@@ -15,6 +15,7 @@ from executor.stderr_capture import StderrCapture
 from transport.clock import Clock
 from transport.errors import TransportError
 from transport.message_queue import MessageQueue
+from transport.waiting import WaitPolicy
 
 logger = logging.getLogger("executor")
 
@@ -78,12 +79,13 @@ class GroupStart:
     def attach_answers(self) -> list[MessageQueue]:
         """The reading ends of the ranks' answers."""
         queues: list[MessageQueue] = []
+        wait = WaitPolicy(processes=len(self._ranks) + 1)
         for rank, starting in enumerate(self._ranks):
             assert starting.ready is not None
             try:
                 queues.append(
                     MessageQueue.attach(
-                        starting.ready.answers, 0, timeout_s=_ATTACH_TIMEOUT_S, clock=self._clock
+                        starting.ready.answers, 0, timeout_s=_ATTACH_TIMEOUT_S, wait=wait, clock=self._clock
                     )
                 )
             except TransportError as error:
