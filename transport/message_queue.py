@@ -44,6 +44,9 @@ class CurveKeys(msgspec.Struct, frozen=True, kw_only=True):
     reader_public: str
     reader_secret: str
 
+    def __repr__(self) -> str:
+        return f"CurveKeys(writer_public={self.writer_public!r}, reader_public={self.reader_public!r})"
+
     @classmethod
     def generate(cls) -> CurveKeys:
         """New keys. Raises TransportError if libzmq was built without CURVE."""
@@ -77,6 +80,9 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
     curve_writer_public: str = ""  # "": not encrypted
     curve_reader_public: str = ""
     curve_reader_secret: str = ""
+
+    def __repr__(self) -> str:  # without the secrets, because logs are not
+        return f"Handle(name={self.name!r}, n_readers={self.n_readers}, writer={self.writer})"
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ import pytest
 from transport import (
     AttachRefused,
     Cancelled,
+    CurveKeys,
     Handle,
     MessageQueue,
     QueueClosed,
@@ -79,6 +80,12 @@ def test_the_handle_is_plain_data(make: Make) -> None:
     handle = writer.handle()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(handle), type=Handle) == handle
     assert msgspec.json.decode(msgspec.json.encode(handle), type=Handle) == handle
+
+
+def test_secrets_do_not_show_in_logs(make: Make) -> None:
+    handle, keys = make()[0].handle(), CurveKeys.generate()
+    assert repr(handle.token)[2:-1] not in repr(handle)
+    assert keys.writer_secret not in repr(keys) and keys.reader_secret not in repr(keys)
 
 
 def test_views_are_released_by_the_context_manager_even_when_the_reader_raises(make: Make) -> None:

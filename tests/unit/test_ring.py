@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport import ShmRingBuffer, TransportError
+from transport import ShmRingBuffer, TransportError, ring
 from transport.ring import FIRST, LAST, MORE, RingReader, RingWriter
 
 
@@ -88,6 +88,16 @@ def test_each_reader_reads_every_record_once_in_order(
             assert seen[reader] == len(sent)
     finally:
         ends.close()
+
+
+def test_the_same_with_the_fences_of_weakly_ordered_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "TOTAL_STORE_ORDER", False)
+    test_each_reader_reads_every_record_once_in_order()
+    ends = Ends(2, 4096)
+    ends.readers[0].park()
+    assert ends.writer.try_write([b"x"], 1)
+    assert ends.rings(ends.doorbells[0]) == 1
+    ends.close()
 
 
 def test_an_empty_ring_takes_the_largest_record_at_every_position() -> None:
