@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from engine_core.errors import RequestError
 from engine_core.protocol import EngineCoreRequest
+from engine_core.tokens import token_array
 from executor.sampling_params import SamplingParams
 
 VALIDATION_ERROR = "validation_error"
@@ -97,7 +98,7 @@ def _prompt_tokens(tokens: list[int] | bytes | None, limits: RequestLimits) -> n
         prompt = np.frombuffer(tokens, "<i4")
     else:
         try:
-            prompt = np.array(tokens, np.int32)
+            prompt = token_array(tokens)
         except OverflowError:
             raise _outside_vocabulary(tokens, limits) from None
     # As unsigned numbers the negative ones are too large as well.

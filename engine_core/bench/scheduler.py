@@ -24,6 +24,7 @@ from engine_core.kv_cache.hashing import BlockHasher
 from engine_core.protocol import FinishReason
 from engine_core.request import Request
 from engine_core.scheduler.scheduler import Scheduler
+from engine_core.tokens import token_array
 from executor.sampling_params import SamplingParams
 from executor.step import ModelRunnerOutput, SchedulerOutput
 
@@ -157,7 +158,7 @@ def _tokens(count: int, seed: int) -> list[int]:
 def _request(request_id: str, prompt: list[int], max_tokens: int, hasher: BlockHasher | None) -> Request:
     return Request(
         request_id,
-        np.fromiter(prompt, np.int32, len(prompt)),
+        token_array(prompt),
         SamplingParams(max_tokens=max_tokens, temperature=0.0),
         block_hasher=hasher,
     )

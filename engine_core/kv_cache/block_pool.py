@@ -36,7 +36,8 @@ class BlockPool:
         self._num_cached = 0  # without ghosts
         self._is_cached = bytearray(num_blocks)
         self._name: list[bytes | None] = [None] * num_blocks
-        self._shared: dict[int, int] = {}  # number of holders, where there is more than one
+        self._others = [0] * num_blocks  # holders of a block beyond the first
+        self._num_shared = 0  # blocks that have such
         # Equal content computed twice has two blocks of one name; the one named first is found first.
         self._by_hash: dict[bytes, int | dict[int, None]] = {}
         self._owner: list[str | None] = [None] * num_blocks  # request that a block was last allocated for
@@ -74,19 +75,19 @@ class BlockPool:
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of these named blocks are free: taking them over uses up free blocks."""
-        is_cached = self._is_cached
-        return sum(is_cached[block] for block in blocks)
+        return sum(map(self._is_cached.__getitem__, blocks))
 
     def hold(self, blocks: Iterable[int]) -> None:
         """One more request holds these named blocks."""
-        is_cached, ghosts, shared = self._is_cached, self._ghosts, self._shared
+        is_cached, ghosts, others = self._is_cached, self._ghosts, self._others
         for block in blocks:
             if is_cached[block]:
                 is_cached[block] = 0
                 ghosts[block] += 1
                 self._num_cached -= 1
             else:
-                shared[block] = shared.get(block, 1) + 1
+                self._num_shared += not others[block]
+                others[block] += 1
         if len(self._cached) > 2 * self._num_cached + 1024:
             self._lay_ghosts()
 
@@ -132,24 +133,31 @@ class BlockPool:
             owners[block] = owner
         return taken
 
-    def name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+    def name(self, blocks: list[int], names: list[bytes]) -> None:
         """The content of these blocks, each held by one request, is complete and may be shared from now
         on.
         """
         by_hash, name_of = self._by_hash, self._name
         for block, name in zip(blocks, names, strict=True):
             name_of[block] = name
-            twin = by_hash.setdefault(name, block)
-            if twin is not block:
-                if isinstance(twin, int):
-                    by_hash[name] = {twin: None, block: None}
-                else:
-                    twin[block] = None
+        # Mostly there is no block of the name yet: what comes back are the blocks themselves.
+        found = list(map(by_hash.setdefault, names, blocks))
+        if found != blocks:
+            for block, name, twin in zip(blocks, names, found, strict=True):
+                if twin != block:
+                    self._add_twin(name, block)
+
+    def _add_twin(self, name: bytes, block: int) -> None:
+        twins = self._by_hash[name]
+        if isinstance(twins, int):
+            self._by_hash[name] = {twins: None, block: None}
+        else:
+            twins[block] = None
 
     def unname(self, blocks: Iterable[int]) -> None:
         """These blocks, each held by one request, were named too early: nobody may find them."""
         for block in blocks:
-            assert block not in self._shared, f"block {block} has {self._shared[block]} holders"
+            assert not self._others[block], f"block {block} has {1 + self._others[block]} holders"
             self._forget(block)
 
     def release(self, blocks: Sequence[int], num_named: int) -> None:
@@ -160,21 +168,26 @@ class BlockPool:
         self._blank.extend(blocks[num_named:])
         if not num_named:
             return
-        named, shared = blocks[num_named - 1 :: -1], self._shared
-        if shared:
-            mine = []
-            for block in named:
-                holders = shared.pop(block, 1)
-                if holders == 1:
-                    mine.append(block)
-                elif holders > 2:
-                    shared[block] = holders - 1
-            named = mine
+        named = blocks[num_named - 1 :: -1]
+        if self._num_shared:
+            named = self._leave_to_others(named)
         self._cached.extend(named)
         self._num_cached += len(named)
         is_cached = self._is_cached
         for block in named:
             is_cached[block] = 1
+
+    def _leave_to_others(self, blocks: Sequence[int]) -> list[int]:
+        """One holder less for each block; returns those that have none left."""
+        others, left = self._others, []
+        for block in blocks:
+            count = others[block]
+            if not count:
+                left.append(block)
+            else:
+                others[block] = count - 1
+                self._num_shared -= count == 1
+        return left
 
     def forget_all(self) -> bool:
         """Drop all cached content. False, and nothing is done, while any block is held."""
@@ -233,15 +246,18 @@ class BlockPool:
             named = self._name[block] is not None
             if len(requests) > 1 and not named:
                 problems.append(f"block {block} has no name but several holders: {', '.join(requests)}")
-            count = self._shared.get(block, 1)
+            count = 1 + self._others[block]
             if named and count != len(requests):
                 problems.append(
                     f"block {block} counts {count} holders, but has {len(requests)}: {', '.join(requests)}"
                 )
         for block in set(range(1, self.num_blocks)) - set(free) - held.keys():
             problems.append(f"block {block} leaked: neither free nor held, last owner {self._owner[block]}")
-        for block in self._shared.keys() - held.keys():
-            problems.append(f"block {block} counts {self._shared[block]} holders, but has none")
+        shared = [block for block, others in enumerate(self._others) if others]
+        if len(shared) != self._num_shared:
+            problems.append(f"{len(shared)} blocks are shared, counted as {self._num_shared}")
+        for block in set(shared) - held.keys():
+            problems.append(f"block {block} counts {1 + self._others[block]} holders, but has none")
         for block in self._blank:
             if self._name[block] is not None:
                 problems.append(f"block {block} is blank but has a name")

@@ -200,9 +200,9 @@ class RunningBatch:
         Blocks, status and queues are the caller's business.
         """
         count = len(self.requests)
-        for row in rows:
+        for row, known in zip(rows, self.table[KNOWN, rows].tolist(), strict=True):
             request = self.requests[row]
-            self._file_tail(row)
+            self._file_tail(request, known)
             self._free_slots.append(request.slot)
             request.slot = -1
             left = self.clients[request.client_index] - 1
@@ -240,10 +240,8 @@ class RunningBatch:
         rows[rows == row] = -1
         rows[rows > row] -= 1
 
-    def _file_tail(self, row: int) -> None:
-        """Move what the tail holds of the output to the request."""
-        request = self.requests[row]
-        known = int(self.table[KNOWN, row])
+    def _file_tail(self, request: Request, known: int) -> None:
+        """Move what the tail holds of the output to the request, which has `known` tokens."""
         filed = request.num_known_tokens
         if known > filed:
             start = filed % self.block_size
