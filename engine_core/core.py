@@ -26,6 +26,7 @@ from engine_core.recovery import Recovery, Restart, RestartImpossible
 from engine_core.request import Request
 from engine_core.scheduler.observed import SchedulerObserver, observed
 from engine_core.scheduler.plug_in import scheduler_class
+from engine_core.scheduler.running import InFlightStep
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.self_report import SelfReport
 from executor.base import Completed, EngineCapacity, Executor, Future
@@ -37,6 +38,7 @@ from transport.state_rows import EngineRow
 logger = logging.getLogger("engine_core")
 
 BATCH_QUEUE_SIZE = 2  # steps in flight with async scheduling
+RECENT_STEPS = 64  # answered, and perhaps not done by all ranks: who was in them is remembered
 
 
 class EngineCore:
@@ -102,6 +104,7 @@ class EngineCore:
         self.num_restarts = 0
         self._on_restarted = on_restarted
         self._restart: RestartFuture[None] | None = None  # the workers are being restarted
+        self._recent_steps: deque[InFlightStep] = deque(maxlen=RECENT_STEPS)
         self._num_tokens_made = 0
         self._clock = clock
 
@@ -181,10 +184,14 @@ class EngineCore:
         if report is not None:
             report.waiting()
         output = future.result()
+        if self.recovery.is_watching:
+            # One rank answers for all, and may be ahead of one that fails at this step.
+            self.executor.await_all_ranks()
         if report is not None:
             report.answered()
         if self._take_aborts is not None:
             self.abort_requests(self._take_aborts())
+        self._recent_steps.extend(self.scheduler.batch.in_flight[:1])
         outputs = self.scheduler.update_from_output(step, output)
         if report is not None:
             report.taken_in()
@@ -217,6 +224,7 @@ class EngineCore:
         suspects = self._suspects(cause)
         decision = self.recovery.failed(cause, suspects, self._num_tokens_made)
         self.batch_queue.clear()
+        self._recent_steps.clear()
         self.scheduler.restart()
         outputs: StepOutputs = {}
         if decision.convicted is not None:
@@ -230,13 +238,13 @@ class EngineCore:
         return outputs
 
     def _suspects(self, cause: ExecutorError) -> dict[str, int]:
-        """The requests of the step that failed, with the tokens that they know."""
+        """The live requests of the step that failed, with the tokens that they know."""
         step_id = getattr(cause, "step_id", None)
-        if step_id is None:
-            return {}
-        in_step = [request.request_id for request in self.scheduler.requests_of_step(step_id)]
-        known = self.scheduler.known_tokens(in_step)
-        return {request_id: known[request_id] for request_id in in_step}
+        for step in (*self.scheduler.batch.in_flight, *self._recent_steps):
+            if step.step_id == step_id:
+                known = self.scheduler.known_tokens(request.request_id for request in step.requests)
+                return {r.request_id: known[r.request_id] for r in step.requests if r.request_id in known}
+        return {}
 
     def _outlook(self, decision: Restart) -> str:
         words = [f"{len(self.scheduler.requests)} requests will be computed anew"]

@@ -113,6 +113,12 @@ class Executor(ABC):
         reply_rank: int | None,
     ) -> Future[Any]: ...
 
+    def await_all_ranks(self) -> None:
+        """Wait until all ranks have done the step whose answer was taken in last. Raises `ExecutorError`.
+
+        A single rank has, when it has answered.
+        """
+
     @abstractmethod
     def check_failed(self) -> None:
         """Raise the first failure, if there was one. Costs nothing."""

@@ -169,6 +169,10 @@ class MultiprocExecutor(Executor):
         group = self._group
         return group.queue_stats() if group is not None else {}
 
+    def await_all_ranks(self) -> None:
+        group = self._running()
+        group.await_done(group.answered[OUTPUT_RANK])
+
     def check_failed(self) -> None:
         if self._group is not None and not self._restarting:
             self._group.check_failed()

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("executor")
 
 _LONGEST_TICK_S = 0.5
+_DONE_TICK_S = 0.0005
 _CAUSE_WAIT_S = 1.0
 _KILL_WAIT_S = 5.0
 
@@ -153,6 +154,12 @@ class RankGroup:
                 raise self.failure() from None
             except (QueueClosed, PeerDied) as error:
                 raise self._await_failure(rank, str(error)) from error
+
+    def await_done(self, seq: int) -> None:
+        """Wait until all ranks have done message `seq`. Raises the group's failure, late ranks included."""
+        while min(self._page.rank(rank).done for rank in range(self.world_size)) < seq:
+            if self._stopping or self._failed.wait(_DONE_TICK_S):
+                raise self.failure()
 
     def fail(self, rank: int, method: str, step_id: int | None, message: str) -> ExecutorError:
         """A rank broke the rules. Returns the group's failure, which may be an earlier one."""

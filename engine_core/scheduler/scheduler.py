@@ -421,13 +421,6 @@ class Scheduler:
                 if self.batch.requests[row].request_id not in allowed:
                     self._preempt(row, SEARCH)
 
-    def requests_of_step(self, step_id: int) -> list[Request]:
-        """The live requests of a step in flight, in its order."""
-        for step in self.batch.in_flight:
-            if step.step_id == step_id:
-                return [request for request in step.requests if request.status is not Status.FINISHED]
-        return []
-
     def known_tokens(self, request_ids: Iterable[str]) -> dict[str, int]:
         """How many tokens, prompt and output, those of these requests have that live."""
         live = {r.request_id: r for id_ in request_ids if (r := self.requests.get(id_)) is not None}
