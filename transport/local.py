@@ -210,10 +210,11 @@ class LocalReader(MessageQueue):
         deadline = self._clock.monotonic() + timeout_s
         quick = reader.messages - self._waited_at
         self._waited_at = reader.messages
-        while timeout_s > 0 and self._condition.wait(*reader.position(), deadline, quick):
-            view = reader.try_read()  # None: only a part of a message came
-            if view is not None:
-                return view
+        while self._clock.monotonic() < deadline:
+            if self._condition.wait(*reader.position(), deadline, quick):
+                view = reader.try_read()
+                if view is not None:  # and not only a part of a message
+                    return view
         raise TransportTimeout(
             f"rank {self.rank} got nothing from the writer (pid {self._writer.pid}) of queue {self.name!r} "
             f"within {timeout_s:g} s",

@@ -15,7 +15,7 @@ from transport.handover import Roster
 from transport.local import LocalReaders, pieces
 from transport.message_queue import CurveKeys, Handle, MessageQueue, QueueStats
 from transport.processes import own_identity
-from transport.ring import DATA, ONE_LOOK, nbytes_of
+from transport.ring import DATA, nbytes_of
 from transport.waiting import Sleeper, WaitPolicy
 
 if TYPE_CHECKING:
@@ -218,24 +218,24 @@ class QueueWriter(MessageQueue):
         local, start, warn_after = self._local, self._clock.monotonic(), self._warn_after_s
         assert local is not None
         writer = local.writer
-        polls = self._condition.polls if deadline > start else ONE_LOOK
         while True:
             reader, head = writer.slowest()
             old = writer.word(head)  # read before trying, so that room made after the try changes it
             if writer.try_write(parts, nbytes, kind):
                 return
-            if any(writer.word(head) != old for _ in polls):
-                continue
-            quick, self._waited_at = self._messages - self._waited_at, self._messages
-            if self._condition.wait(head, old, min(deadline, start + warn_after), quick):
-                continue
+            # At each turn, because a reader that moves may still take too long to make enough room.
+            self._sleeper.raise_if_cancelled()
             now = self._clock.monotonic()
-            rank, pid = local.who(reader) or (self._missing_ranks()[0], None)
-            if now >= deadline:
-                raise QueueFull(self.name, rank, pid, *writer.lag(reader), timeout_s)
-            if now - start >= warn_after:
+            if now >= min(deadline, start + warn_after):
+                rank, pid = local.who(reader) or (self._missing_ranks()[0], None)
+                if now >= deadline:
+                    raise QueueFull(self.name, rank, pid, *writer.lag(reader), timeout_s)
                 self._warn(rank, pid, *writer.lag(reader), now - start)
                 warn_after *= 2
+            if any(writer.word(head) != old for _ in self._condition.polls):
+                continue
+            quick, self._waited_at = self._messages - self._waited_at, self._messages
+            self._condition.wait(head, old, min(deadline, start + warn_after), quick)
 
     def _wait_for_window(self, remote: RemoteReaders, nbytes: int, timeout_s: float) -> None:
         """Wait until every remote reader is there and may be sent another `nbytes` bytes."""
@@ -308,4 +308,4 @@ class QueueWriter(MessageQueue):
         if self._sleeper.cancelled and not isinstance(self._error, QueueClosed):
             raise Cancelled(self.name)
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # raised again and again, it would grow

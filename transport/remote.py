@@ -325,7 +325,7 @@ class RemoteReader(MessageQueue):
         self._sleeper.sleep(0.0)
         self._look_at_connection()
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
 
     def dequeue(self, timeout_s: float) -> Message:
         message = self._message
@@ -416,7 +416,7 @@ class RemoteReader(MessageQueue):
                 if data is not None:
                     return data
                 if self._error is not None:
-                    raise self._error
+                    raise self._error.with_traceback(None)
                 left = deadline - self._clock.monotonic()
                 if left <= 0:
                     raise TransportTimeout(
@@ -470,4 +470,4 @@ class RemoteReader(MessageQueue):
         if self._message.is_held:
             raise TransportError(f"the previous message of queue {self.name!r} has not been released")
         if self._error is not None and not isinstance(self._error, WriterDied):
-            raise self._error
+            raise self._error.with_traceback(None)

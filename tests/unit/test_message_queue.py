@@ -388,3 +388,37 @@ def test_dequeued_arrays_outlive_close_safely(make: Make) -> None:
     del reader, writer
     time.sleep(0.01)
     assert array.sum() == 499500
+
+
+def test_a_reader_that_makes_room_too_slowly_does_not_hold_the_writer_beyond_its_deadline(make: Make) -> None:
+    writer, (reader,) = make()
+    with pytest.raises(QueueFull):
+        while True:
+            writer.enqueue(bytes(56), timeout_s=0)
+    stop = threading.Event()
+
+    def trickle() -> None:
+        while not stop.wait(1e-3):
+            reader.dequeue_copy(1)
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(QueueFull):
+        writer.enqueue(bytes(30_000), timeout_s=0.1)  # room for it takes half a second
+    assert time.monotonic() - started < 0.4
+    stop.set()
+    thread.join()
+
+
+def test_a_dead_readers_error_does_not_grow_when_raised_again(make: Make) -> None:
+    writer, (reader,) = make()
+    writer.wait_until_ready(5)
+    reader.close()
+    depths = []
+    for _ in range(5):
+        with pytest.raises(ReaderDied) as caught:
+            for _ in range(100):
+                writer.enqueue(b"", timeout_s=1)
+        depths.append(len(caught.traceback))
+    assert depths[-1] == depths[1]
