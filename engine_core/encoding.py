@@ -95,7 +95,7 @@ class OutputEncoder:
         frames[0] = b"".join(
             (
                 self._head,
-                _array_header(total),
+                array_header(total),
                 rows,
                 *[encode(output, frames) for output in outputs.outputs],
                 encode(outputs.scheduler_stats, frames),
@@ -126,7 +126,8 @@ class OutputEncoder:
         )
 
 
-def _array_header(length: int) -> bytes:
+def array_header(length: int) -> bytes:
+    """What precedes the elements of a msgpack array."""
     if length < 16:
         return bytes((0x90 | length,))
     if length < 1 << 16:

@@ -11,13 +11,13 @@ first block has it and removed when the last one is gone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from executor.step import LoRARequest
 from transport.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
@@ -88,9 +88,19 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     data_parallel_rank: int | None = None
 
 
-# Hashes, parent, token ids as int32 bytes, LoRA, cache salt of the first block; the hash of a content that
-# is gone; or None for everything.
-RawEvent: TypeAlias = tuple[list[bytes], bytes | None, bytes, LoRARequest | None, str | None] | bytes | None
+class StoredBlocks(NamedTuple):
+    """Blocks `first` to `last - 1` of a request have become reachable.
+
+    Their hashes and tokens do not change any more, so that they may be read later, and by another thread.
+    """
+
+    request: Request
+    first: int
+    last: int
+
+
+# What was stored, the hash of a content that is gone, or None for everything.
+RawEvent: TypeAlias = "StoredBlocks | bytes | None"
 
 
 class Publisher(Protocol):
@@ -102,26 +112,16 @@ class Publisher(Protocol):
 class KVEventRecorder:
     """Gathers a step's events, as cheaply as it can: a step must not become longer for them."""
 
-    __slots__ = ("_block_size", "_clock", "_events", "_publisher")
+    __slots__ = ("_clock", "_events", "_publisher")
 
-    def __init__(self, publisher: Publisher, block_size: int, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, publisher: Publisher, clock: Clock = SYSTEM_CLOCK) -> None:
         self._publisher = publisher
-        self._block_size = block_size
         self._clock = clock
         self._events: list[RawEvent] = []
 
     def stored(self, request: Request, first: int, last: int) -> None:
         """The contents of the request's blocks `first` to `last - 1` are reachable, and were not before."""
-        hashes = request.block_hashes
-        self._events.append(
-            (
-                hashes[first:last],
-                hashes[first - 1] if first else None,
-                _token_bytes(request, first * self._block_size, last * self._block_size),
-                request.lora,
-                None if first else request.cache_salt,
-            )
-        )
+        self._events.append(StoredBlocks(request, first, last))
 
     def removed(self, block_hash: bytes) -> None:
         """No block has this content any more."""
@@ -138,7 +138,8 @@ class KVEventRecorder:
             self._publisher.publish(self._clock.time(), events)
 
 
-def _token_bytes(request: Request, start: int, end: int) -> bytes:
+def token_bytes(request: Request, start: int, end: int) -> bytes:
+    """Known tokens `start` to `end - 1` of a request, int32. They are filed with it, not in the batch."""
     prompt_end = request.num_prompt_tokens
     if end <= prompt_end:
         return request.prompt[start:end].tobytes()
@@ -146,42 +147,36 @@ def _token_bytes(request: Request, start: int, end: int) -> bytes:
     return output if start >= prompt_end else request.prompt[start:].tobytes() + output
 
 
-def wire_events(raw: list[RawEvent], block_size: int) -> list[KVEvent]:
+def wire_events(raw: Iterable[RawEvent], block_size: int) -> Iterator[KVEvent]:
     """The events as they are published."""
-    events: list[KVEvent] = []
-    last_removed: BlockRemoved | None = None
+    removed: list[BlockHash] = []
     for event in raw:
         if isinstance(event, bytes):
-            if last_removed is not None:
-                last_removed.block_hashes.append(event)
-                continue
-            last_removed = BlockRemoved([event], MEDIUM, _GROUP)
-            events.append(last_removed)
+            removed.append(event)
             continue
-        last_removed = None
-        events.append(AllBlocksCleared() if event is None else _block_stored(*event, block_size))
-    return events
+        if removed:
+            yield BlockRemoved(removed, MEDIUM, _GROUP)
+            removed = []
+        yield AllBlocksCleared() if event is None else _block_stored(event, block_size)
+    if removed:
+        yield BlockRemoved(removed, MEDIUM, _GROUP)
 
 
-def _block_stored(
-    hashes: list[bytes],
-    parent: bytes | None,
-    tokens: bytes,
-    lora: LoRARequest | None,
-    cache_salt: str | None,
-    block_size: int,
-) -> BlockStored:
+def _block_stored(event: StoredBlocks, block_size: int) -> BlockStored:
+    request, first, last = event
+    lora, hashes = request.lora, request.block_hashes
     every = (lora.name,) if lora is not None else ()
-    first = (*every, cache_salt) if cache_salt else every
+    start = (*every, request.cache_salt) if request.cache_salt and not first else every
+    tokens = token_bytes(request, first * block_size, last * block_size)
     return BlockStored(
-        block_hashes=list(hashes),
-        parent_block_hash=parent,
+        block_hashes=list(hashes[first:last]),
+        parent_block_hash=hashes[first - 1] if first else None,
         token_ids=np.frombuffer(tokens, np.int32).tolist(),
         block_size=block_size,
         lora_id=lora.int_id if lora is not None else None,
         medium=MEDIUM,
         lora_name=lora.name if lora is not None else None,
-        extra_keys=[first or None, *[every or None] * (len(hashes) - 1)],
+        extra_keys=[start or None, *[every or None] * (last - first - 1)],
         group_idx=_GROUP,
         kv_cache_spec_kind=_SPEC_KIND,
     )

@@ -11,20 +11,24 @@ ROUTER socket, if there is one: a request [empty][number, 8 bytes big-endian] is
 from __future__ import annotations
 
 import logging
+import select
 import threading
 from collections import deque
 from queue import Empty, SimpleQueue
 
-import msgspec
 import zmq
 
 from engine_core.config import ConfigError
-from engine_core.kv_events import KVEventBatch, KVEventsConfig, RawEvent, wire_events
+from engine_core.kv_encoding import BatchEncoder
+from engine_core.kv_events import KVEventsConfig, RawEvent
 
 logger = logging.getLogger("engine_core")
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 500  # for batches on their way to subscribers when the engine ends
+# The thread works at most this often: what it does, it does under the interpreter's lock, and each time that
+# it is woken the step loop may have to wait.
+_PAUSE_S = 0.01
 
 
 class ZmqEventPublisher:
@@ -34,8 +38,7 @@ class ZmqEventPublisher:
 
     def __init__(self, config: KVEventsConfig, block_size: int, data_parallel_rank: int = 0) -> None:
         """Opens the sockets and starts the threads. Raises ConfigError for an address that cannot be used."""
-        self._block_size = block_size
-        self._rank = data_parallel_rank
+        self._encoder = BatchEncoder(block_size, data_parallel_rank)
         self._topic = config.topic.encode()
         self._max_queue_size = config.max_queue_size
         self._queue: SimpleQueue[tuple[int, float, list[RawEvent]] | None] = SimpleQueue()
@@ -107,13 +110,21 @@ class ZmqEventPublisher:
             logger.exception("KV events stop here: the publisher's socket failed")
 
     def _publish_until_closed(self) -> None:
-        encode = msgspec.msgpack.Encoder().encode
-        while (batch := self._queue.get()) is not None:
-            number, ts, events = batch
-            payload = encode(KVEventBatch(ts, wire_events(events, self._block_size), self._rank))
-            with self._kept_lock:
-                self._kept.append((number, payload))
-            self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+        queue = self._queue
+        batch = queue.get()
+        while batch is not None:
+            self._send(*batch)
+            try:
+                batch = queue.get_nowait()
+            except Empty:
+                select.select((), (), (), _PAUSE_S)
+                batch = queue.get()
+
+    def _send(self, number: int, ts: float, events: list[RawEvent]) -> None:
+        payload = self._encoder.encode(ts, events)
+        with self._kept_lock:
+            self._kept.append((number, payload))
+        self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 
     def _serve_replays(self, replay: zmq.Socket[bytes]) -> None:
         stop = self._context.socket(zmq.PAIR)

@@ -111,6 +111,10 @@ class EngineMetrics:
 
         self._times: dict[Request, _Times] = {}
         self._last_token_s = np.zeros(max_num_seqs)  # by slot
+        # The slots of the last call of `tokens`, as bytes, and when it was: their times are not in
+        # `_last_token_s` yet. The next call is most likely for the same ones.
+        self._together = b""
+        self._together_s = 0.0
 
     # The life of a request. Times are the engine's monotonic clock, in seconds.
 
@@ -131,6 +135,7 @@ class EngineMetrics:
 
     def preempted(self, request: Request) -> None:
         """A request is about to leave the batch and to wait; its slot is still set."""
+        self._settle()
         self._times[request].last_token_s = float(self._last_token_s[request.slot])
         if request.lora is not None:
             _move(request.lora.name, self.running_loras, self.waiting_loras)
@@ -145,17 +150,22 @@ class EngineMetrics:
 
     def tokens(self, slots: Int32s, now_s: float) -> None:
         """Each of the running requests in `slots` (n,) has one more token; none of them its first."""
-        last = self._last_token_s
-        gaps = now_s - last[slots]
-        last[slots] = now_s
-        count = len(gaps)
+        count = len(slots)
         if not count:
             return
-        gap = float(gaps[0])
-        if np.count_nonzero(gaps == gap) == count:  # all had their last one in the same step
-            self.inter_token_s.observe(gap, count)
+        together = slots.tobytes()
+        if together == self._together:
+            self.inter_token_s.observe(now_s - self._together_s, count)
         else:
-            self.inter_token_s.observe_all(gaps)
+            self._settle()
+            self.inter_token_s.observe_all(now_s - self._last_token_s[slots])
+            self._together = together
+        self._together_s = now_s
+
+    def _settle(self) -> None:
+        if self._together:
+            self._last_token_s[np.frombuffer(self._together, np.int32)] = self._together_s
+            self._together = b""
 
     def stale_token(self, request: Request, now_s: float) -> None:
         """A request that is not in the batch has one more token, not its first."""
@@ -167,6 +177,7 @@ class EngineMetrics:
         """A request is over; its tokens and `finish_reason` are final. `slot` is what it had if it was
         running.
         """
+        self._settle()
         times = self._times.pop(request)
         if request.lora is not None:
             _move(request.lora.name, self.waiting_loras if slot is None else self.running_loras, None)

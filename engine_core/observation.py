@@ -79,7 +79,7 @@ class Observation:
 
         publisher = ZmqEventPublisher(events, self._config.block_size, self._engine_index)
         self._stack.callback(publisher.close)
-        return KVEventRecorder(publisher, self._config.block_size, self._clock)
+        return KVEventRecorder(publisher, self._clock)
 
     def engine_made(self, core: EngineCore) -> None:
         """The workers are up."""

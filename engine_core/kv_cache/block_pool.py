@@ -58,9 +58,9 @@ class BlockPool:
         """Contents that a prefix can hit, in blocks that are free or held."""
         return len(self._by_hash)
 
-    def has(self, name: bytes) -> bool:
-        """Whether a block holds the content of this name."""
-        return name in self._by_hash
+    def has_any(self, names: Iterable[bytes]) -> bool:
+        """Whether a block holds the content of one of these names."""
+        return not self._by_hash.keys().isdisjoint(names)
 
     def find(self, names: Sequence[bytes], limit: int) -> list[int]:
         """Blocks that hold the content of the first of `names`, without a gap, at most `limit`."""

@@ -112,6 +112,7 @@ class KVCacheManager:
         size, events = self.block_size, self.pool.events
         blocks: list[int] = []
         names: list[bytes] = []
+        parts: list[tuple[Request, int, int]] = []
         for request, count in zip(requests, num_tokens, strict=True):
             first, last = request.num_named_blocks, count // size
             if first >= last:
@@ -119,23 +120,33 @@ class KVCacheManager:
             request.num_named_blocks = last
             blocks += request.block_ids[first:last]
             names += request.block_hashes[first:last]
-            if events is not None:  # told of one request after the other: they may have equal blocks
-                self._announce(events, request, first, last)
-                self.pool.name(blocks, names)
-                blocks, names = [], []
+            parts.append((request, first, last))
+        if events is not None:
+            self._announce(events, parts, names)
         self.pool.name(blocks, names)
 
-    def _announce(self, events: KVEventRecorder, request: Request, first: int, last: int) -> None:
-        """Blocks `first` to `last - 1` are about to be named: tell of each run of contents that are new."""
-        has, hashes = self.pool.has, request.block_hashes
-        start = first
-        for index in range(first, last):
-            if has(hashes[index]):
-                if start < index:
-                    events.stored(request, start, index)
-                start = index + 1
-        if start < last:
-            events.stored(request, start, last)
+    def _announce(
+        self, events: KVEventRecorder, parts: list[tuple[Request, int, int]], names: list[bytes]
+    ) -> None:
+        """Blocks `first` to `last - 1` of each request are about to get these names: tell of each run of
+        contents that are new.
+        """
+        if not self.pool.has_any(names) and len(set(names)) == len(names):
+            for part in parts:
+                events.stored(*part)
+            return
+        known: set[bytes] = set()  # by this very call
+        for request, first, last in parts:
+            start = first
+            for index in range(first, last):
+                name = request.block_hashes[index]
+                if name in known or self.pool.has_any((name,)):
+                    if start < index:
+                        events.stored(request, start, index)
+                    start = index + 1
+                known.add(name)
+            if start < last:
+                events.stored(request, start, last)
 
     def unname_blocks(self, request: Request, num_tokens: int) -> None:
         """Take back the names of blocks beyond the first `num_tokens` tokens: they will not be computed."""

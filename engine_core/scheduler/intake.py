@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
 from engine_core.counters import Counters
 from engine_core.kv_cache.manager import KVCacheManager
@@ -103,8 +104,6 @@ class Intake:
         c = batch.columns()
         row_of = _identity if isinstance(rows, slice) else rows.tolist().__getitem__
         self._counters.generation_tokens += len(requests)
-        if self._metrics is not None:
-            self._time_tokens(self._metrics, requests, c.slot[rows], c.care[rows])
         known = c.known[rows] + 1
         position = (known - 1) % batch.block_size
         batch.tail[c.slot[rows], position] = tokens
@@ -121,6 +120,9 @@ class Intake:
         if batch.stop_ids:
             rare |= batch.may_stop(tokens)
         (rare_indices,) = rare.nonzero()
+        if self._metrics is not None:
+            once = rare_indices[c.care[rows][rare_indices] & ONCE != 0] if len(rare_indices) else rare_indices
+            self._time_tokens(self._metrics, requests, c.slot[rows], once)
         if len(rare_indices):
             care = c.care[rows][rare_indices]
             limits = c.limit[rows][rare_indices].tolist()
@@ -155,11 +157,12 @@ class Intake:
                 self._end(request, slot)
 
     def _time_tokens(
-        self, metrics: EngineMetrics, requests: list[Request], slots: Int32s, care: Int32s
+        self, metrics: EngineMetrics, requests: list[Request], slots: Int32s, once: npt.NDArray[np.intp]
     ) -> None:
-        """Each of these running requests has a token. `slots` and `care` are their columns."""
+        """Each of these running requests, which have these `slots`, has a token. The first ones are among
+        those at `once`.
+        """
         now = self._clock.monotonic()
-        once = np.flatnonzero(care & ONCE)
         if len(once):
             firsts = [i for i in once.tolist() if not requests[i].prefilled]
             now_unix = self._clock.time()

@@ -17,7 +17,15 @@ import zmq
 
 from engine_core import kv_publisher
 from engine_core.config import ConfigError
-from engine_core.kv_events import KVEventBatch, KVEventRecorder, KVEventsConfig, RawEvent, wire_events
+from engine_core.kv_encoding import BatchEncoder
+from engine_core.kv_events import (
+    KVEventBatch,
+    KVEventRecorder,
+    KVEventsConfig,
+    RawEvent,
+    StoredBlocks,
+    wire_events,
+)
 from engine_core.kv_index import Gap, Item, KVCacheIndex, KVEventSubscriber, Restart
 from engine_core.kv_publisher import END_OF_REPLAY, ZmqEventPublisher
 from engine_core.request import Request
@@ -56,14 +64,12 @@ def request(prompt: int, output: int, **kwargs: object) -> Request:
 def published(*calls: Callable[[KVEventRecorder], None]) -> list[object]:
     """The events as a consumer without our types decodes them."""
     keeper = Keeper()
-    recorder = KVEventRecorder(keeper, BLOCK_SIZE, FixedClock())
+    recorder = KVEventRecorder(keeper, FixedClock())
     for call in calls:
         call(recorder)
     recorder.flush()
     ((ts, raw),) = keeper.batches
-    batch = msgspec.msgpack.decode(
-        msgspec.msgpack.encode(KVEventBatch(ts, wire_events(raw, BLOCK_SIZE), data_parallel_rank=0))
-    )
+    batch = msgspec.msgpack.decode(BatchEncoder(BLOCK_SIZE, 0).encode(ts, raw))
     assert (batch[0], batch[2]) == (1700000000.5, 0)
     return batch[1]  # type: ignore[no-any-return]
 
@@ -99,6 +105,29 @@ def test_token_ids_are_those_of_the_blocks_in_prompt_and_output(
     assert event["parent_block_hash"] == (str(first - 1).encode() if first else None)
 
 
+@pytest.mark.parametrize("width", [16, 32])
+def test_events_made_from_a_template_are_those_made_one_by_one(width: int) -> None:
+    rng = random.Random(width)
+    adapter = LoRARequest("poet", 3, "/adapters/poet")
+    encoder = BatchEncoder(BLOCK_SIZE, 7)
+    for _ in range(200):
+        raw: list[RawEvent] = []
+        for _ in range(rng.randrange(12)):
+            kind = rng.random()
+            if kind < 0.15:
+                raw.append(rng.choice([None, rng.randbytes(width)]))
+                continue
+            one = request(rng.randrange(20), rng.randrange(20), lora=adapter if kind > 0.85 else None)
+            one.prompt = np.array([rng.choice([0, 1, 200, 2**31 - 1]) for _ in one.prompt], np.int32)
+            one.block_hashes = [rng.randbytes(width) for _ in one.block_hashes]
+            if one.block_hashes:
+                first = rng.randrange(len(one.block_hashes))
+                last = rng.randint(first + 1, len(one.block_hashes)) if kind < 0.4 else first + 1
+                raw.append(StoredBlocks(one, first, last))
+        batch = msgspec.msgpack.decode(encoder.encode(2.5, raw), type=KVEventBatch)
+        assert batch == KVEventBatch(2.5, list(wire_events(raw, BLOCK_SIZE)), 7)
+
+
 def test_extra_keys_name_the_adapter_in_every_block_and_the_salt_in_the_first() -> None:
     adapter = LoRARequest("poet", 3, "/adapters/poet")
     salted = request(12, 0, cache_salt="s", lora=adapter)
@@ -131,7 +160,7 @@ def test_events_keep_their_order_and_neighbouring_removals_share_one() -> None:
 
 def test_a_step_without_events_publishes_nothing() -> None:
     keeper = Keeper()
-    KVEventRecorder(keeper, BLOCK_SIZE).flush()
+    KVEventRecorder(keeper).flush()
     assert keeper.batches == []
 
 
@@ -183,7 +212,7 @@ class Engine:
 
     def __init__(self, publisher: ZmqEventPublisher, seed: int) -> None:
         self.hashes: set[bytes] = set()
-        self._recorder = KVEventRecorder(publisher, BLOCK_SIZE)
+        self._recorder = KVEventRecorder(publisher)
         self._random = random.Random(seed)
         self._next = 0
 
@@ -359,11 +388,13 @@ def test_a_full_queue_drops_its_oldest_batches_and_never_waits(
 ) -> None:
     go_on = threading.Event()
 
-    def slow(raw: list[RawEvent], block_size: int) -> list[object]:
-        assert go_on.wait(20)
-        return list(wire_events(raw, block_size))
+    encode = BatchEncoder.encode
 
-    monkeypatch.setattr(kv_publisher, "wire_events", slow)
+    def slow(self: BatchEncoder, ts: float, raw: list[RawEvent]) -> bytes:
+        assert go_on.wait(20)
+        return encode(self, ts, raw)
+
+    monkeypatch.setattr(BatchEncoder, "encode", slow)
     publisher = start_publisher(stack, max_queue_size=5)
     for number in range(50):
         publisher.publish(float(number), [None])

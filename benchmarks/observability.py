@@ -1,0 +1,146 @@
+"""What it costs to be observed: a decode step with state page, metrics and KV events, and without.
+
+python -m benchmarks.observability [--rows 256] [--ranks 2] [--rounds 40] [--steps 250]
+
+Two engines run, each with worker processes that do nothing. They take turns, so that whatever else the
+machine does falls on both, and their outputs are encoded as for a client. The ranks write their rows of the page in
+both, because the executor goes by them; what a row costs is measured alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine_core.config import EngineConfig
+from engine_core.core import EngineCore
+from engine_core.dispatch import Dispatcher
+from engine_core.kv_events import KVEventRecorder, KVEventsConfig
+from engine_core.kv_publisher import ZmqEventPublisher
+from engine_core.request import Request
+from executor.base import make_executor
+from executor.sampling_params import SamplingParams
+from transport.heartbeat import Heartbeat
+from transport.state_page import StatePage
+
+PROMPT = 64
+
+
+@dataclass
+class Engine:
+    core: EngineCore
+    dispatcher: Dispatcher
+    step_us: list[float] = field(default_factory=list)
+
+    def admit(self, rows: int) -> None:
+        rng = np.random.default_rng(1)
+        for row in range(rows):
+            # Of different lengths, so that in each step some fill a block.
+            prompt = rng.integers(0, 1000, rng.integers(PROMPT // 2, PROMPT)).astype(np.int32)
+            params = SamplingParams(max_tokens=1 << 20)
+            request = Request(f"request-{row}", prompt, params, block_hasher=self.core.scheduler.hasher)
+            self.core.add_request(request)
+            request.wire_prefix = b"\x92\xa9" + request.request_id.encode() + b"\x91"
+        while self.core.scheduler.num_waiting:
+            self.dispatcher.step()
+            self.dispatcher.outbox.clear()
+
+    def run(self, steps: int) -> None:
+        step, outbox, report = self.dispatcher.step, self.dispatcher.outbox, self.core.report
+        for _ in range(steps):
+            begun = time.perf_counter()
+            step()
+            outbox.clear()
+            if report is not None:
+                report.delivered()
+            self.step_us.append((time.perf_counter() - begun) * 1e6)
+
+
+def make(stack: ExitStack, ranks: int, rows: int, *, observed: bool) -> Engine:
+    config = EngineConfig(
+        worker_cls="engine_core.bench.null_worker:NullWorker",
+        tensor_parallel_size=ranks,
+        distributed_executor_backend="mp",
+        num_gpu_blocks_override=600_000,
+        max_model_len=32_768,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(2048, rows * PROMPT),
+    )
+    page = stack.enter_context(StatePage.create(ranks))
+    executor = make_executor(config.executor_config(), page)
+    stack.callback(executor.shutdown)
+    if not observed:
+        core = EngineCore(config, executor)
+        return Engine(core, Dispatcher(core))
+    page.engine.claim()
+    heartbeat = Heartbeat(page.engine)
+    heartbeat.start()
+    stack.callback(heartbeat.stop)
+    events = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://127.0.0.1:*")
+    publisher = ZmqEventPublisher(events, config.block_size)
+    stack.callback(publisher.close)
+    core = EngineCore(
+        config,
+        executor,
+        row=page.engine,
+        kv_events=KVEventRecorder(publisher),
+        collect_metrics=True,
+    )
+    return Engine(core, Dispatcher(core))
+
+
+def cost_us(call: object, times: int = 20_000) -> float:
+    """The least mean of a few, which interruptions lengthen."""
+    import timeit
+
+    return min(timeit.repeat(call, number=times // 10, repeat=10)) / (times // 10) * 1e6  # type: ignore[arg-type]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=250, help="of each engine in a round")
+    args = parser.parse_args()
+    with ExitStack() as stack:
+        engines = [make(stack, args.ranks, args.rows, observed=observed) for observed in (False, True)]
+        for engine in engines:
+            engine.admit(args.rows)
+            engine.run(args.steps)
+            engine.step_us.clear()
+        rounds = []
+        for number in range(args.rounds):
+            for engine in engines if number % 2 else engines[::-1]:
+                engine.run(args.steps)
+            rounds.append([float(np.median(engine.step_us[-args.steps :])) for engine in engines])
+        off, on = (np.array(column) for column in zip(*rounds, strict=True))
+        print(f"decode step of {args.rows} requests, {args.ranks} ranks, medians of {args.rounds} rounds")
+        print(f"  off        {np.median(off):8.1f} us")
+        print(f"  on         {np.median(on):8.1f} us")
+        difference = on - off
+        low, middle, high = np.percentile(difference, [25, 50, 75])
+        print(f"  difference {middle:8.1f} us (quartiles {low:.1f} to {high:.1f}), ", end="")
+        print(f"{100 * middle / np.median(off):.2f} %")
+
+        core = engines[1].core
+        report, metrics = core.report, core.metrics
+        assert report is not None and metrics is not None and core.row is not None
+        slots = core.scheduler.batch.columns().slot.copy()
+        now = time.monotonic()
+        print("alone:")
+        print(f"  engine's row of the page {cost_us(lambda: report._write(core.row, now)):8.2f} us")
+        print(f"  tokens of a step         {cost_us(lambda: metrics.tokens(slots, now)):8.2f} us")
+        print(f"  step and its stages      {cost_us(lambda: metrics.step(256, 1e-3, (1e-4,) * 4)):8.2f} us")
+        row = stack.enter_context(StatePage.create(1)).rank(0)
+        print(f"  rank's row, both writes  {cost_us(lambda: (row.begin_step(1, 2, now), row.end(now))):8.2f} us")
+
+
+if __name__ == "__main__":
+    main()
