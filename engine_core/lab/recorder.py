@@ -1,7 +1,8 @@
 """Records an engine's decisions without holding up its loop.
 
-The loop's thread only puts what happened on a queue, by reference; a thread of the recorder makes bytes of it
-and writes them. If that falls behind, entries are dropped and the record says how many.
+The loop's thread makes a step and its result into a few hundred bytes (holding on to their arrays for another
+thread to do so would cost it more) and queues them; a thread of the recorder writes them. If that falls
+behind, entries are dropped and the record says how many.
 
 When a file is large enough, the loop's thread takes a snapshot of the scheduler's state, a matter of
 milliseconds, with which the next file begins: each file can be replayed by itself.
@@ -53,7 +54,7 @@ class DecisionRecorder:
         self._make_room()
         self._writer = RecordWriter(path, header)
         self._first_bytes = self._writer.size_bytes  # of the file, with the state that it begins with
-        self._pending: deque[tuple[Any, ...] | SchedulerOutput] = deque()
+        self._pending: deque[tuple[Any, ...]] = deque()
         self._num_lost = 0
         self._wants_state = False  # set by the recorder's thread, cleared by the loop's
         self._scheduler: Scheduler
@@ -66,8 +67,7 @@ class DecisionRecorder:
     def close(self) -> None:
         """Writes what is pending. Idempotent."""
         if self._num_lost:
-            self._pending.append((Entry.LOST, self._num_lost))
-            self._num_lost = 0
+            self._note_loss()
         self._closing.set()
         self._thread.join()
         self._writer.close()
@@ -99,15 +99,14 @@ class DecisionRecorder:
         self._put((Entry.FINISH, request_ids, reason))
 
     def planned(self, step: SchedulerOutput) -> None:
-        self._put(step)
+        self._put(self._compress.plan(step))
         if self._wants_state and len(self._pending) < MOST_PENDING:
             self._wants_state = False
+            self._compress = _StepCompressor()  # nothing refers to the file before
             self._put((Entry.STATE, snapshot.take(self._scheduler)))
 
     def answered(self, output: ModelRunnerOutput) -> None:
-        tokens, counts = output.sampled_token_ids, output.num_sampled
-        # Bytes now: the arrays may lie in memory that the workers write again.
-        self._put((Entry.RESULT, output.step_id, len(counts), tokens.tobytes(), counts.tobytes()))
+        self._put(self._compress.result(output))
 
     def pause_state_set(self, state: PauseState) -> None:
         self._put((Entry.PAUSE, state))
@@ -121,15 +120,18 @@ class DecisionRecorder:
     def allowed_only(self, request_ids: list[str] | None) -> None:
         self._put((Entry.ALLOW, request_ids))
 
-    def _put(self, entry: tuple[Any, ...] | SchedulerOutput) -> None:
+    def _put(self, entry: tuple[Any, ...]) -> None:
         if len(self._pending) >= MOST_PENDING:
             self._num_lost += 1
             return
         if self._num_lost:
-            self._pending.append((Entry.LOST, self._num_lost))
-            self._num_lost = 0
+            self._note_loss()
             self._wants_state = True  # a new file can be replayed again
         self._pending.append(entry)
+
+    def _note_loss(self) -> None:
+        self._pending.append((Entry.LOST, self._num_lost))
+        self._num_lost = 0
 
     # On the recorder's thread.
 
@@ -139,17 +141,21 @@ class DecisionRecorder:
         self._write_pending()
 
     def _write_pending(self) -> None:
-        pending = self._pending
-        while pending:
+        """What is pending now. What comes meanwhile waits for the next turn, or this would never end."""
+        left = len(self._pending)
+        while left:
             frame: list[tuple[Any, ...]] = []
-            while pending and len(frame) < _ENTRIES_PER_FRAME:
-                item = pending.popleft()
-                if isinstance(item, tuple) and item[0] == Entry.STATE:
+            for _ in range(min(left, _ENTRIES_PER_FRAME)):
+                entry = self._pending.popleft()
+                if entry[0] == Entry.STATE:
                     self._write(frame)
                     self._next_part()
-                    frame = [item]
+                    frame = [entry]
+                elif entry[0] == Entry.ADD:
+                    frame.append((*entry[:2], entry[2].tobytes(), *entry[3:]))
                 else:
-                    frame.append(self._entry(item))
+                    frame.append(entry)
+                left -= 1
             self._write(frame)
 
     def _write(self, frame: list[tuple[Any, ...]]) -> None:
@@ -170,7 +176,6 @@ class DecisionRecorder:
         if self._failed:
             return
         self._writer.close()
-        self._compress = _StepCompressor()
         self._header = msgspec.structs.replace(self._header, part=self._header.part + 1)
         try:
             self._make_room()
@@ -188,15 +193,6 @@ class DecisionRecorder:
     def _fail(self, error: OSError) -> None:
         self._failed = True  # the engine serves on
         logger.error("Recording to %s has stopped: %s", self._path, error.strerror)
-
-    def _entry(self, item: tuple[Any, ...] | SchedulerOutput) -> tuple[Any, ...]:
-        if isinstance(item, SchedulerOutput):
-            return self._compress.plan(item)
-        if item[0] == Entry.RESULT:
-            return self._compress.result(item)
-        if item[0] == Entry.ADD:
-            return (*item[:2], item[2].tobytes(), *item[3:])
-        return item
 
 
 def start_recorder(
@@ -245,9 +241,11 @@ class _StepCompressor:
         ends = (step.finished_slots.tobytes(), step.preempted_slots.tobytes())
         return (Entry.PLAN, step.step_id, slots, counts, computed, new, *blocks, *ends)
 
-    def result(self, entry: tuple[Any, ...]) -> tuple[Any, ...]:
-        counts = entry[-1]
-        return (*entry[:-1], None if counts == self._some_ones(len(counts)) else counts)
+    def result(self, output: ModelRunnerOutput) -> tuple[Any, ...]:
+        counts = output.num_sampled.tobytes()
+        rows = len(counts) // 4
+        given = None if counts == self._some_ones(len(counts)) else counts
+        return (Entry.RESULT, output.step_id, rows, output.sampled_token_ids.tobytes(), given)
 
     def _some_ones(self, length_bytes: int) -> bytes:
         if len(self._ones) != length_bytes:
