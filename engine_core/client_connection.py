@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import secrets
 import select
 import signal
 import socket
@@ -29,6 +29,7 @@ from engine_core.lobby_protocol import (
     MessageReader,
     Stop,
     frame,
+    peer_uid,
     stream_socket,
     watch_peer_host,
 )
@@ -36,14 +37,12 @@ from engine_core.protocol import ReadyResponse
 from engine_core.sockets import Context, Socket
 from engine_core.wire import Frame
 from transport.clock import SYSTEM_CLOCK, Clock
-from transport.processes import socket_path
 
 JOIN_TIMEOUT_S = 10.0
 LAST_WORD_TIMEOUT_S = 1.0
 LAST_OUTPUTS_TIMEOUT_S = 0.5  # of an orderly stop, which ends every request with an output
 EXIT_TIMEOUT_S = 15.0  # the engine's own deadlines are shorter
 MAX_UNREAD = 1000  # messages that wait for this client to read; what comes then waits in the engine, merged
-_names = itertools.count()
 M = TypeVar("M", bound=Message)
 
 
@@ -60,7 +59,6 @@ class Connection:
         self._reader = MessageReader()
         self._messages: list[Message] = []
         self._context: Context = zmq.Context()
-        self._paths: list[str] = []
         self.requests: Socket  # ROUTER
         self.outputs: Socket  # PULL
         self.info: ReadyResponse
@@ -171,7 +169,6 @@ class Connection:
         if self.process is not None:
             self._reap(self.process)
         self.stream.close()
-        self._unlink()
         self._context.destroy(linger=0)
 
     def _reap(self, process: subprocess.Popen[bytes]) -> None:
@@ -207,7 +204,6 @@ class Connection:
         monitor.close(0)
         self._engine_identity, registration = self.requests.recv_multipart()
         self.info = msgspec.msgpack.decode(registration, type=ReadyResponse)
-        self._unlink()
         self.stream.setblocking(False)
 
     def _bind(self, kind: int) -> Socket:
@@ -216,21 +212,15 @@ class Connection:
         sock.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         sock.setsockopt(zmq.LINGER, 0)
         if self.stream.family == socket.AF_UNIX:
-            path = str(socket_path(f"client-{next(_names)}"))
-            self._paths.append(path)
-            sock.bind(f"ipc://{path}")
+            # A name in the abstract namespace: no file that could be left behind, and no limit on TMPDIR.
+            # Its only guard is the filter; nobody but the engine's user may connect.
+            sock.setsockopt(zmq.IPC_FILTER_UID, peer_uid(self.stream))
+            sock.bind(f"ipc://@engine-core-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}")
         else:
             host = self.stream.getsockname()[0]
             sock.setsockopt(zmq.IPV6, int(":" in host))
             sock.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         return sock
-
-    def _unlink(self) -> None:
-        """The socket files have served once the engine has connected."""
-        for path in self._paths:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        self._paths.clear()
 
     def _say(self, message: Message) -> None:
         self.stream.sendall(frame(message))

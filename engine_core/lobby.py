@@ -11,7 +11,6 @@ import logging
 import os
 import selectors
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from engine_core.lobby_protocol import (
     MessageReader,
     Stop,
     frame,
+    peer_uid,
     stream_socket,
     watch_peer_host,
 )
@@ -299,5 +299,5 @@ def _refusal(peer: socket.socket) -> str | None:
     """Only this user and root may use the engine of a user by a local socket."""
     if peer.family != socket.AF_UNIX:
         return None
-    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    uid = peer_uid(peer)
     return None if uid in (os.getuid(), 0) else f"user {uid} is not the engine's user {os.getuid()}"

@@ -134,6 +134,12 @@ def stream_socket(address: str) -> tuple[socket.socket, Any]:
     raise ValueError(f"{address!r} is not an address: ipc://@name, ipc:///path or tcp://host:port")
 
 
+def peer_uid(stream: socket.socket) -> int:
+    """The user at the other end of a unix socket."""
+    _, uid, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)
+
+
 def watch_peer_host(stream: socket.socket) -> None:
     """Have a TCP stream end within about 20 s if the other host is gone."""
     if stream.family in (socket.AF_INET, socket.AF_INET6):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from engine_core.client import EngineClient
 from engine_core.errors import EngineDeadError, EngineStartError
@@ -231,20 +232,42 @@ def test_connecting_to_nobody_says_so(address: str, message: str) -> None:
         EngineClient.connect(address)
 
 
-def test_temporary_directory_with_a_long_name_is_named(
+def test_temporary_directory_may_have_a_long_name(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = (
-        "import sys, os, tempfile; os.makedirs(sys.argv[2]); tempfile.tempdir = sys.argv[2]\n"
-        "from engine_core.client import EngineClient; EngineClient.connect(sys.argv[1])"
-    )
+    deep = tmp_path / ("d" * 110)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
     address = lobby_name(request)
-    with EngineClient.launch(mock_config(), lobby=address):
-        deep = str(tmp_path / ("d" * 110))
-        done = subprocess.run(
-            [sys.executable, "-c", code, address, deep], cwd=ROOT, capture_output=True, text=True, timeout=30
-        )
-    assert "TMPDIR" in done.stderr and done.returncode == 1
+    with EngineClient.launch(mock_config(), lobby=address), EngineClient.connect(address) as client:
+        list(client.generate([1, 2], SamplingParams(max_tokens=2)))
+    assert list(deep.iterdir()) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_other_users_cannot_connect_to_a_clients_sockets(request: pytest.FixtureRequest) -> None:
+    with EngineClient.launch(mock_config(step_ms=1)) as client:
+        address = client._connection.outputs.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        assert address.startswith("ipc://@")
+        pid = os.fork()
+        if pid == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+            stranger = zmq.Context().socket(zmq.PUSH)
+            stranger.connect(address)
+            stranger.send(b"rubbish")
+            time.sleep(0.3)
+            os._exit(0)
+        tokens = prompt(1, 10)
+        seen = [
+            t
+            for output in client.generate(tokens, SamplingParams(max_tokens=300))
+            for t in output.new_token_ids
+        ]
+        os.waitpid(pid, 0)
+        assert seen == expected(tokens, 300)
+        assert client._connection.outputs.poll(0) == 0
 
 
 def test_strangers_in_the_lobby_harm_nobody(request: pytest.FixtureRequest) -> None:
