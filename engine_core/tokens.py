@@ -8,18 +8,22 @@ import numpy as np
 
 from executor.step import Int32s
 
-_CHUNK = struct.Struct("4096i")
+_CHUNK_TOKENS = 4096
+_CHUNK = struct.Struct(f"{_CHUNK_TOKENS}i")
 
 
 def token_array(tokens: list[int]) -> Int32s:
-    """The token ids as a read-only array. Takes half of numpy's own time for it.
+    """The token ids as an array. Takes two thirds of numpy's own time for it.
 
     Raises OverflowError for an id that is no int32.
     """
-    whole = len(tokens) - len(tokens) % 4096
+    count = len(tokens)
+    data = bytearray(4 * count)
+    whole = count - count % _CHUNK_TOKENS
     try:
-        parts = [_CHUNK.pack(*tokens[start : start + 4096]) for start in range(0, whole, 4096)]
-        parts.append(struct.pack(f"{len(tokens) - whole}i", *tokens[whole:] if whole else tokens))
+        for start in range(0, whole, _CHUNK_TOKENS):
+            _CHUNK.pack_into(data, 4 * start, *tokens[start : start + _CHUNK_TOKENS])
+        struct.pack_into(f"{count - whole}i", data, 4 * whole, *tokens[whole:] if whole else tokens)
     except struct.error as error:
         raise OverflowError(f"a token id is out of range: {error}") from None
-    return np.frombuffer(b"".join(parts) if whole else parts[0], np.int32)
+    return np.frombuffer(data, np.int32)
