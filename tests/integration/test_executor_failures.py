@@ -45,6 +45,7 @@ def test_a_kill_while_idle_is_heard_at_once(rank: int, failures: queue.Queue[Exe
     with running(2) as executor:
         executor.set_failure_callback(failures.put)
         run_steps(executor, 2)
+        time.sleep(0.1)  # only rank 0 answers a step: the other may still be at it
         pid = executor.pids[rank]
         os.kill(pid, signal.SIGKILL)
         error = failures.get(timeout=5)
