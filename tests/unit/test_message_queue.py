@@ -422,3 +422,13 @@ def test_a_dead_readers_error_does_not_grow_when_raised_again(make: Make) -> Non
                 writer.enqueue(b"", timeout_s=1)
         depths.append(len(caught.traceback))
     assert depths[-1] == depths[1]
+
+
+def test_sixty_four_readers_and_no_more(make: Make) -> None:
+    writer, readers = make(64)
+    writer.wait_until_ready(5)
+    for number in range(20):
+        writer.enqueue(bytes([number]) * 1000, timeout_s=1)
+        assert [reader.dequeue_copy(1) for reader in readers] == [bytes([number]) * 1000] * 64
+    with pytest.raises(ValueError, match="64"):
+        MessageQueue.create(n_local=65)
