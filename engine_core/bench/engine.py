@@ -66,7 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-async-scheduling", action="store_true", help="plan a step when the last is done"
     )
-    parser.add_argument("--peers", metavar="PYTHON", help="interpreter that can import vLLM, to compare with")
+    parser.add_argument(
+        "--peers",
+        nargs="?",
+        const=sys.executable,
+        metavar="PYTHON",
+        help="also measure vLLM, in this interpreter (default: its own)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 

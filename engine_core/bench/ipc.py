@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -82,7 +83,13 @@ def _cases() -> list[Case]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--peers", action="store_true", help="also measure what is installed of the others")
+    parser.add_argument(
+        "--peers",
+        nargs="?",
+        const=sys.executable,
+        metavar="PYTHON",
+        help="also measure what is installed of the others, all in this interpreter (default: its own)",
+    )
     parser.add_argument("--only", metavar="TEXT", default="", help="only the cases whose name contains TEXT")
     parser.add_argument("--quick", action="store_true", help="one short repeat of each case")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -90,6 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints. Status 1 if a case of ours failed."""
+    if args.peers and os.path.abspath(args.peers) != os.path.abspath(sys.executable):
+        return _run_in(args)
     names = [_OURS, *(installed_peers() if args.peers else [])]
     rows = []
     for case in _cases():
@@ -109,6 +118,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"memory of a queue with 4 readers: {memory_bytes / _MIB:.1f} MiB, 0 in /dev/shm")
     return int(any("error" in row["results"][_OURS] for row in rows))
+
+
+def _run_in(args: argparse.Namespace) -> int:
+    """Measure all in the peers' interpreter, so that only the transports differ."""
+    command = [args.peers, "-m", "engine_core.cli", "bench", "ipc", "--peers", "--only", args.only]
+    command += [flag for flag, wanted in (("--quick", args.quick), ("--json", args.json)) if wanted]
+    here = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
 
 
 def _measure(case: Case, names: list[str], *, quick: bool) -> dict[str, Any]:

@@ -66,7 +66,13 @@ CASES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each case; the least counts")
     parser.add_argument("--only", default="", help="cases to measure, by the start of their name")
-    parser.add_argument("--peers", metavar="PYTHON", help="interpreter that can import vLLM, to compare with")
+    parser.add_argument(
+        "--peers",
+        nargs="?",
+        const=sys.executable,
+        metavar="PYTHON",
+        help="also measure vLLM, in this interpreter (default: its own)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
