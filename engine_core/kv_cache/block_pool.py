@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from engine_core.kv_cache.audit import Table, audit
+
 if TYPE_CHECKING:
     from engine_core.kv_events import KVEventRecorder
-
-NULL_BLOCK = 0
 
 
 class BlockPool:
@@ -93,10 +93,13 @@ class BlockPool:
 
     def _lay_ghosts(self) -> None:
         """Rid the queue of what is in it for nothing. Happens once for as many ghosts as it is long."""
-        self._cached = deque(self._without_ghosts())
+        self._cached = deque(self.cached_blocks())
         self._ghosts = [0] * self.num_blocks
 
-    def _without_ghosts(self) -> list[int]:
+    def cached_blocks(self) -> list[int]:
+        """Free blocks with a name, in the order in which they are given out."""
+        if len(self._cached) == self._num_cached:
+            return list(self._cached)
         ghosts, kept = self._ghosts.copy(), []
         for block in self._cached:
             if ghosts[block]:
@@ -217,59 +220,9 @@ class BlockPool:
         if self.events is not None:
             self.events.removed(name)
 
-    def check(self, tables: Iterable[tuple[str, Sequence[int], int]]) -> list[str]:
+    def check(self, tables: Iterable[Table]) -> list[str]:
         """What is wrong with the accounts, a sentence each; empty if nothing is.
 
         `tables` gives every live request's id, block table and number of named blocks in it.
         """
-        problems: list[str] = []
-        held: dict[int, list[str]] = {}
-        for request_id, blocks, num_named in tables:
-            for index, block in enumerate(blocks):
-                held.setdefault(block, []).append(request_id)
-                if (self._name[block] is not None) != (index < num_named):
-                    state = "has no name" if index < num_named else "has a name"
-                    problems.append(f"block {block}, number {index} of request {request_id}, {state}")
-        cached = self._without_ghosts()
-        if len(cached) != self._num_cached:
-            problems.append(f"{len(cached)} blocks are cached, counted as {self._num_cached}")
-        if sorted(cached) != [block for block, is_cached in enumerate(self._is_cached) if is_cached]:
-            problems.append("the marks of cached blocks are not those of the queue")
-        free = self._blank + cached
-        if len(set(free)) != len(free):
-            problems.append("a block is free twice")
-        if held.keys() & {NULL_BLOCK} or NULL_BLOCK in free:
-            problems.append("the null block was given out")
-        for block in held.keys() & set(free):
-            problems.append(f"block {block} is free but held by {', '.join(held[block])}")
-        for block, requests in held.items():
-            named = self._name[block] is not None
-            if len(requests) > 1 and not named:
-                problems.append(f"block {block} has no name but several holders: {', '.join(requests)}")
-            count = 1 + self._others[block]
-            if named and count != len(requests):
-                problems.append(
-                    f"block {block} counts {count} holders, but has {len(requests)}: {', '.join(requests)}"
-                )
-        for block in set(range(1, self.num_blocks)) - set(free) - held.keys():
-            problems.append(f"block {block} leaked: neither free nor held, last owner {self._owner[block]}")
-        shared = [block for block, others in enumerate(self._others) if others]
-        if len(shared) != self._num_shared:
-            problems.append(f"{len(shared)} blocks are shared, counted as {self._num_shared}")
-        for block in set(shared) - held.keys():
-            problems.append(f"block {block} counts {1 + self._others[block]} holders, but has none")
-        for block in self._blank:
-            if self._name[block] is not None:
-                problems.append(f"block {block} is blank but has a name")
-        for block in cached:
-            if self._name[block] is None:
-                problems.append(f"block {block} is cached but has no name")
-        for name, twins in self._by_hash.items():
-            for block in (twins,) if isinstance(twins, int) else tuple(twins):
-                if self._name[block] != name:
-                    problems.append(f"block {block} is found under a name that is not its own")
-        named_total = sum(1 for name in self._name if name is not None)
-        found_total = sum(1 if isinstance(t, int) else len(t) for t in self._by_hash.values())
-        if named_total != found_total:
-            problems.append(f"{named_total} blocks have names, {found_total} can be found")
-        return problems
+        return audit(self, tables)

@@ -153,6 +153,12 @@ class TestCheckReports:
         pool.release(blocks, 0)
         assert pool.check([("a", blocks, 0)]) == ["block 1 is free but held by a"]
 
+    def test_a_name_that_the_holder_does_not_know_of(self) -> None:
+        pool = BlockPool(3)
+        blocks = pool.allocate(1, "a")
+        pool.name(blocks, [b"x"])
+        assert pool.check([("a", blocks, 0)]) == ["block 1 has a name, contrary to the table of a"]
+
     def test_a_wrong_count_of_holders(self) -> None:
         pool = BlockPool(3)
         blocks = pool.allocate(1, "a")
