@@ -14,7 +14,7 @@ from engine_core.lab.decision_replay import DecisionReplay
 from engine_core.lab.record import RecordError, RecordReader
 from executor.sampling_params import SamplingParams
 from tests.conftest import RunCli
-from tests.engines import mock_config, prompt
+from tests.engines import children_of, expected, is_running, mock_config, prompt
 
 
 def _serve(path: Path, *, kill: bool = False) -> int:
@@ -89,3 +89,31 @@ def test_an_engine_that_cannot_record_does_not_start(tmp_path: Path, run_cli: Ru
     done = run_cli("serve", "--record", tmp_path / "no" / "such" / "directory")
     assert done.returncode == 1
     assert "record" in done.stderr and "No such file" in done.stderr
+
+
+def test_a_record_with_a_restart_of_the_workers_replays_identically(tmp_path: Path) -> None:
+    path = tmp_path / "engine.rec"
+    config = mock_config(
+        num_blocks=40, max_num_seqs=16, tensor_parallel_size=2, step_ms=5.0, record=str(path)
+    )
+    with EngineClient.launch(config) as client:
+        prompts = {
+            client.add_request(tokens, SamplingParams(max_tokens=60)): tokens
+            for tokens in (prompt(index, 20 + 5 * index) for index in range(12))
+        }
+        got: dict[str, list[int]] = {request_id: [] for request_id in prompts}
+        killed = False
+        while client.num_live:
+            for output in client.outputs():
+                got[output.request_id] += output.new_token_ids
+            if not killed and sum(map(len, got.values())) > 100:
+                killed = True
+                (rank, *_) = [pid for pid in children_of(client.engine_pid) if is_running(pid)]
+                os.kill(rank, signal.SIGKILL)
+        for request_id, tokens in prompts.items():
+            assert got[request_id] == expected(tokens, 60)
+    reader = RecordReader(path)
+    replay = DecisionReplay(reader.header)
+    replay.run(reader.entries())
+    assert replay.progress.restarts == 1 and replay.progress.preemptions
+    assert not replay.scheduler.requests and not replay.scheduler.check()
