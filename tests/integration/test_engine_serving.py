@@ -235,8 +235,8 @@ def test_utility_calls_answer_or_raise(shared: EngineClient) -> None:
 def test_calls_reach_every_rank() -> None:
     with EngineClient.launch(mock_config(tensor_parallel_size=2)) as client:
         assert client.collective_rpc("list_loras") == [[], []]
-        with pytest.raises(UtilityError, match="no profiler"):
-            client.utility("profile", True)
+        with pytest.raises(UtilityError, match="no_such_method"):
+            client.collective_rpc("no_such_method")
         tokens = prompt(1, 5)
         assert tokens_of(list(client.generate(tokens, SamplingParams(max_tokens=3)))) == expected(tokens, 3)
 

@@ -311,17 +311,17 @@ def test_stop_aborts_at_once_or_drains(timeout_s: float) -> None:
 
 def test_requests_during_a_drain_are_refused() -> None:
     with FakeFrontEnd() as front_end:
-        config = mock_config(shutdown_timeout=20.0, step_ms=5)
+        config = mock_config(shutdown_timeout=20.0, step_ms=10)
         with engine_process(config, FrontEnd(handshake_address=front_end.handshake_address)) as process:
             front_end.shake_hands()
-            first = front_end.add([1, 2], {"max_tokens": 100})
+            first = front_end.add([1, 2], {"max_tokens": 200})
             front_end.receive()
             process.send_signal(signal.SIGTERM)
             wait_until(lambda: _refused(front_end), "refusal")
             with pytest.raises(AssertionError, match="Server shutting down"):
                 front_end.call("is_sleeping")
             front_end.finish(first)
-            assert front_end.tokens[first] == expected([1, 2], 100)
+            assert front_end.tokens[first] == expected([1, 2], 200)
 
 
 def _refused(front_end: FakeFrontEnd) -> bool:
