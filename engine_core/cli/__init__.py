@@ -32,6 +32,7 @@ COMMANDS = {
     "health": "answer a probe: alive, ready, getting on?",
     "doctor": "say what is wrong with this host or an engine",
     "explain": "say where a request stands and what it waits for",
+    "chaos": "break an engine while it serves, and report whether it kept its promises",
     "bench": "measure messages, scheduler and engine, and vLLM's beside them",
     "simulate": "serve recorded or generated traffic in virtual time",
     "export-model-dir": "write the directory of a GGUF file that a front end wants",
