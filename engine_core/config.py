@@ -126,6 +126,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     enable_lora: Annotated[bool, Meta(description="serve LoRA adapters; the worker must support them")] = (
         False
     )
+    enable_sleep_mode: Annotated[
+        bool, Meta(description="let the engine be put to sleep; the worker must support it")
+    ] = False
     max_loras: Annotated[int, Meta(ge=1, description="LoRA adapters in one batch at most")] = 1
 
     record: Annotated[

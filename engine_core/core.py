@@ -18,9 +18,10 @@ from concurrent.futures import Future as RestartFuture
 import numpy as np
 
 from engine_core.config import ConfigError, EngineConfig
+from engine_core.deadlines import Deadlines
 from engine_core.kv_events import KVEventRecorder
 from engine_core.metrics import EngineMetrics
-from engine_core.outputs import StepOutputs, finish_outputs
+from engine_core.outputs import StepOutputs, finish_outputs, merge
 from engine_core.protocol import FinishReason, OutputError
 from engine_core.recovery import Recovery, Restart, RestartImpossible
 from engine_core.request import Request
@@ -29,6 +30,7 @@ from engine_core.scheduler.plug_in import scheduler_class
 from engine_core.scheduler.running import InFlightStep
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.self_report import SelfReport
+from engine_core.validation import DEADLINE_EXCEEDED
 from executor.base import Completed, EngineCapacity, Executor, Future
 from executor.errors import ExecutorError
 from executor.step import EMPTY, ModelRunnerOutput, SchedulerOutput
@@ -99,6 +101,7 @@ class EngineCore:
         self.batch_queue: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self.step_fn = self.step_with_batch_queue if config.async_scheduling else self.step
         self._take_aborts = take_aborts
+        self._deadlines = Deadlines()
         restarts = config.max_worker_restarts if config.on_worker_failure == "restart" else 0
         self.recovery = Recovery(restarts, config.restart_window_s, clock)
         self.num_restarts = 0
@@ -121,8 +124,29 @@ class EngineCore:
     def add_request(self, request: Request) -> None:
         """Raises `RequestError` if the request is refused."""
         self.scheduler.add_request(request)
+        if request.deadline_s is not None:
+            self._deadlines.add(request, self._clock.monotonic() + request.deadline_s)
         if request.abort_immediately:
             self.abort_requests([request.request_id])
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When `end_overdue` has something to do, in monotonic seconds."""
+        return self._deadlines.next_s()
+
+    def end_overdue(self) -> StepOutputs:
+        """End the requests whose time is up; returns their last outputs."""
+        outputs: StepOutputs = {}
+        overdue = self._deadlines.take_overdue(self._clock.monotonic())
+        if overdue:
+            self.scheduler.finish_requests([request.request_id for request in overdue], FinishReason.ERROR)
+        for request in overdue:
+            count = len(request.output_tokens())
+            message = f"not done within deadline_s = {request.deadline_s:g}: it had {count} tokens of output"
+            error = OutputError(DEADLINE_EXCEEDED, message, False)
+            for client_index, ended in finish_outputs([request], error).items():
+                merge(outputs, client_index, ended)
+        return outputs
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[Request]:
         """End requests without an output. Unknown ids are passed over."""
@@ -232,7 +256,8 @@ class EngineCore:
             outputs = finish_outputs(convicted, OutputError("worker_error", str(cause), False))
         self.scheduler.allow_only(self.recovery.allowed)
         if self.report is not None:
-            self.report.workers_failed(str(cause))
+            self.report.first_error(str(cause))
+            self.report.restarting_workers()
         logger.error("%s\nrestarting the ranks: %s", cause.report(), self._outlook(decision))
         self._begin_restart(decision)
         return outputs
@@ -279,6 +304,18 @@ class EngineCore:
         took_s = self._clock.monotonic() - self._restart_began_s
         logger.warning("the ranks are up again after %.2f s", took_s)
         return True
+
+    def restart_workers(self) -> None:
+        """Replace the workers on order. All requests are computed anew. Raises RuntimeError if that is being
+        done.
+        """
+        if self._restart is not None:
+            raise RuntimeError("the workers are being restarted already")
+        self.batch_queue.clear()
+        self.scheduler.restart()
+        if self.report is not None:
+            self.report.restarting_workers()
+        self._begin_restart(Restart())
 
     def _observe(self) -> None:
         """Tell who of those under suspicion got on."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine_core.backlog import Backlog
+from engine_core.control import EngineControl
 from engine_core.core import EngineCore
 from engine_core.encoding import OutputEncoder, wire_prefix
 from engine_core.errors import ProtocolError, RequestError
@@ -28,14 +29,12 @@ from engine_core.protocol import (
     UtilityRequest,
 )
 from engine_core.request import Request
-from engine_core.utility import EngineControl
 from engine_core.validation import VALIDATION_ERROR
 from engine_core.wire import Frame, WireDecoder, peek_request_id
 from transport.clock import SYSTEM_CLOCK, Clock
 
 logger = logging.getLogger("engine_core")
 
-_PAUSED = OutputError("engine_paused", "Generation is paused. Please retry after it resumes.", True)
 _LOGGED_PER_WINDOW = 10
 _LOG_WINDOW_S = 10.0
 
@@ -57,6 +56,7 @@ class Dispatcher:
         self._max_backlog = core.config.max_client_backlog
         self._log_window = (0.0, 0)
         self.control = EngineControl(core, self._emit)
+        self.client_names: dict[int, str] = {}  # for messages
         self.closing = False  # no new work is taken
         self.outbox: list[tuple[int, list[Frame]]] = []  # (client index, message)
 
@@ -87,11 +87,17 @@ class Dispatcher:
 
     def step(self) -> None:
         """One turn of the engine."""
+        if self._core.next_deadline_s is not None:
+            self.end_overdue()
         outputs = self._core.step_fn()
         if outputs:
             self._emit(outputs)
         if self.control.waits_for_idle and not self._core.has_work:
             self.control.notify_idle()
+
+    def end_overdue(self) -> None:
+        """End the requests whose time is up."""
+        self._emit(self._core.end_overdue())
 
     def check_workers(self) -> None:
         """The workers have failed, it is said."""
@@ -152,8 +158,9 @@ class Dispatcher:
         if self.closing:
             self._finish(client_index, wire.request_id, FinishReason.ABORT)
             return
-        if self.control.rejects_new_requests and not wire.abort_immediately:
-            self._finish(client_index, wire.request_id, FinishReason.ERROR, _PAUSED)
+        refusal = self.control.refusal
+        if refusal is not None and not wire.abort_immediately:
+            self._finish(client_index, wire.request_id, FinishReason.ERROR, refusal)
             return
         try:
             request = Request.from_wire(wire, self._limits, self._scheduler.hasher)
@@ -169,7 +176,8 @@ class Dispatcher:
         if self.closing:
             self._reply(client_index, call, UtilityOutput(call.call_id, "Server shutting down"))
             return
-        self.control.call(call, lambda output: self._reply(client_index, call, output))
+        caller = self.client_names.get(client_index, f"client {client_index}")
+        self.control.call(call, lambda output: self._reply(client_index, call, output), caller, payload)
 
     def _reply(self, client_index: int, call: UtilityRequest, output: UtilityOutput) -> None:
         now = self._clock.monotonic()

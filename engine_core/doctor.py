@@ -125,9 +125,7 @@ def _directories() -> Iterator[Finding]:
     stale = find_stale()
     if stale:
         names = ", ".join(path.name for path in stale)
-        yield Finding(
-            Level.ODD, f"{base} holds what dead processes left: {names}; the next start removes it"
-        )
+        yield Finding(Level.ODD, f"{base} holds what dead processes left: {names}; the next start removes it")
     else:
         yield Finding(Level.GOOD, f"{base} is private, and nothing is left over in it")
 
@@ -171,11 +169,11 @@ def _service(who: str, snapshot: Mapping[str, Any], now_s: float) -> Iterator[Fi
     engine = snapshot["engine"]
     verdict = health.ready(snapshot, now_s)
     yield Finding(Level.GOOD if verdict.ok else Level.ODD, f"{who}: {verdict.reason}")
-    if engine["weight_status"] == "UPDATING" and engine["pause"] != "running":
+    if engine["weight_status"] == "FAILED":
         yield Finding(
             Level.BAD,
-            f"{who}: its weights may be half of one version and half of another, so it is paused: "
-            "update them again, or go back to those it started with",
+            f"{who}: an update of its weights failed half-way, so it is paused: engine-core ctl weights, to "
+            "update them again, or engine-core ctl restore-weights",
         )
     blocks = engine["blocks_used"] + engine["blocks_free"]
     if blocks and engine["waiting"] and engine["blocks_used"] > 0.95 * blocks:

@@ -36,6 +36,14 @@ class ClientOutputs:
 StepOutputs = dict[int, ClientOutputs]  # by client index
 
 
+def merge(outputs: StepOutputs, client_index: int, more: ClientOutputs) -> None:
+    """Add outputs without columns to those of the same client."""
+    before = outputs.setdefault(client_index, more)
+    if before is not more:
+        before.outputs += more.outputs
+        before.finished_requests = [*(before.finished_requests or ()), *(more.finished_requests or ())]
+
+
 def finish_outputs(requests: Iterable[Request], error: OutputError | None = None) -> StepOutputs:
     """The last output of requests that were ended from outside; `error` says why they failed, if so."""
     outputs: StepOutputs = {}

@@ -113,6 +113,7 @@ class EngineCoreProc:
 
     def add_client(self, client: ClientSockets) -> None:
         self._clients[client.client_index] = client
+        self._dispatcher.client_names[client.client_index] = client.name
         self._by_input[client.input] = client
         self._poller.register(client.input, zmq.POLLIN)
 
@@ -134,6 +135,8 @@ class EngineCoreProc:
             if core.has_work and not core.is_restarting:
                 dispatcher.step()
                 self._publish_counts()
+            elif core.next_deadline_s is not None:
+                dispatcher.end_overdue()
             self._send()
             if core.report is not None:
                 core.report.delivered()
@@ -297,10 +300,15 @@ class EngineCoreProc:
         self._signals.force_after(limit_s + self._config.stop_grace_s + TEARDOWN_GRACE_S)
 
     def _longest_wait_ms(self) -> int | None:
-        """How long to wait for messages when there is nothing to do: for ever, unless it is time to end."""
-        if self._stop_reason is None:
+        """How long to wait for messages when there is nothing to do: for ever, unless it is time to end, or
+        for a request to end.
+        """
+        until = [] if self._stop_reason is None else [self._drain_until]
+        if (deadline_s := self._core.next_deadline_s) is not None:
+            until.append(deadline_s)
+        if not until:
             return None
-        return max(0, int((self._drain_until - self._clock.monotonic()) * 1000) + 1)
+        return max(0, int((min(until) - self._clock.monotonic()) * 1000) + 1)
 
     def _is_done(self) -> bool:
         """Whether to stop now: requests have ended, or their time is up."""
@@ -501,6 +509,7 @@ def make_registration(
         coordinator_output_address=addresses.coordinator_output if addresses is not None else None,
         vocab_size=capacity.vocab_size,
         worker_cls=config.worker_cls,
+        enable_sleep_mode=config.enable_sleep_mode,
         kv_events_config=None if config.kv_events_config is None else to_builtins(config.kv_events_config),
     )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine_core.protocol import EngineCoreEvent, EngineCoreRequest, EventType, FinishReason, PrefillStats
-from engine_core.validation import RequestLimits, validate_request
+from engine_core.validation import RequestLimits, deadline_of, validate_request
 from executor.sampling_params import SamplingParams
 from executor.step import Int32s, LoRARequest, PromptLogprobs
 
@@ -43,6 +43,7 @@ class Request:
         "block_ids",
         "cache_salt",
         "client_index",
+        "deadline_s",
         "drop_stale_output",
         "events",
         "finish_reason",
@@ -86,6 +87,7 @@ class Request:
         lora: LoRARequest | None = None,
         trace_headers: dict[str, str] | None = None,
         abort_immediately: bool = False,
+        deadline_s: float | None = None,
         block_hasher: BlockHasher | None = None,
     ) -> None:
         """Hashes the prompt's full blocks if a hasher is given. `params.max_tokens` None means no limit."""
@@ -99,6 +101,7 @@ class Request:
         self.lora = lora
         self.trace_headers = trace_headers
         self.abort_immediately = abort_immediately
+        self.deadline_s = deadline_s  # from its arrival at the engine on; None: it has all the time
         self.wire_prefix: bytes | None = None  # set and used by the encoder of outputs
 
         self.num_prompt_tokens = len(prompt)
@@ -151,6 +154,7 @@ class Request:
             lora=wire.lora_request,
             trace_headers=wire.trace_headers,
             abort_immediately=wire.abort_immediately,
+            deadline_s=deadline_of(params),
             block_hasher=block_hasher,
         )
 

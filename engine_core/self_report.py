@@ -27,6 +27,7 @@ class SelfReport:
         self._in_flight: deque[tuple[float, float, float]] = deque()  # begun, planned and sent, oldest first
         self._begun_s = self._planned_s = self._answered_s = self._taken_in_s = 0.0
         self._step_id = 0
+        self._phase_before = "ready"  # that of a restart
         self._num_tokens = 0  # of all steps; see `EngineMetrics.step`
 
     # A step's stages, in order.
@@ -84,17 +85,17 @@ class SelfReport:
 
     # Failures.
 
-    def workers_failed(self, cause: str) -> None:
-        """What was in flight is lost, and the ranks are being restarted."""
+    def restarting_workers(self) -> None:
+        """What was in flight is lost."""
         self._in_flight.clear()
-        if self._row is not None:
-            self.first_error(cause)
+        if self._row is not None and self._row.phase != "restarting workers":
+            self._phase_before = self._row.phase
             self._row.phase = "restarting workers"
 
     def workers_restarted(self, num_restarts: int) -> None:
         if self._row is not None:
             self._row.restarts = num_restarts
-            self._row.phase = "ready"
+            self._row.phase = self._phase_before
 
     def first_error(self, cause: str) -> None:
         if self._row is not None and not self._row.first_error:

@@ -14,6 +14,7 @@ from engine_core.tokens import token_array
 from executor.sampling_params import SamplingParams
 
 VALIDATION_ERROR = "validation_error"
+DEADLINE_EXCEEDED = "deadline_exceeded"
 # Log-probs of a whole prompt leave in one message, whose size must have a bound: 128 MiB here.
 MAX_PROMPT_LOGPROB_ENTRIES = 16 << 20
 
@@ -69,6 +70,18 @@ def check_prompt_length(num_tokens: int, limits: RequestLimits) -> None:
         raise _refusal(
             f"prompt_token_ids has {num_tokens} tokens, but the whole KV cache holds {limits.max_kv_tokens}"
         )
+
+
+def deadline_of(params: SamplingParams) -> float | None:
+    """Seconds that a request has, from `extra_args`. Raises `RequestError` if it has none."""
+    deadline_s = (params.extra_args or {}).get("deadline_s")
+    if deadline_s is None:
+        return None
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or math.isnan(deadline_s):
+        raise _refusal(f"deadline_s = {deadline_s!r} must be a number of seconds")
+    if deadline_s <= 0:
+        raise RequestError(DEADLINE_EXCEEDED, f"deadline_s = {deadline_s}: there is no time left")
+    return float(deadline_s)
 
 
 def _refusal(message: str) -> RequestError:

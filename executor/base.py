@@ -196,6 +196,10 @@ class Executor(ABC):
         """This end of the queues to and from the ranks, by name. From any thread."""
         return {}
 
+    def whereabouts(self) -> dict[int, str]:
+        """What each rank does, in words, for messages; empty if that cannot be told."""
+        return {}
+
     def check_health(self) -> None:
         """Ask every rank whether it can work. Raises `ExecutorError`."""
         self.collective_rpc("check_health")

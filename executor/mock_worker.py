@@ -14,6 +14,7 @@ answered with `mock_model`'s invented distribution.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,6 +35,7 @@ from executor.sampling_params import SamplingParams
 from executor.step import (
     Int32s,
     Logprobs,
+    LoRARequest,
     ModelRunnerOutput,
     PromptLogprobs,
     SchedulerOutput,
@@ -63,6 +65,7 @@ class MockWorker(Worker):
         self.options = msgspec.convert(config.worker_options, MockOptions, strict=False)
         self._jitter = np.random.default_rng(self.options.mock_seed)
         self._answers: dict[int, SamplingParams] = {}  # slots that want log-probs
+        self.loras: set[int] = set()
 
     def init_device(self) -> None:
         pass
@@ -74,8 +77,37 @@ class MockWorker(Worker):
         return self.options.mock_num_blocks
 
     def initialize_cache(self, num_blocks: int) -> None:
-        self.kv_cache = np.zeros(num_blocks * self.config.block_size, np.uint64)
+        self._num_slots = num_blocks * self.config.block_size
+        self.kv_cache = np.zeros(self._num_slots, np.uint64)
         self.ledger = BlockLedger(num_blocks, self.config.max_num_seqs)
+
+    def sleep(self, level: int = 1) -> None:
+        self.release_kv_cache()
+
+    def release_kv_cache(self) -> None:
+        self.kv_cache = np.empty(0, np.uint64)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        if (tags is None or "kv_cache" in tags) and not len(self.kv_cache):
+            self.kv_cache = np.zeros(self._num_slots, np.uint64)
+
+    def add_lora(self, lora: LoRARequest | list[Any]) -> bool:
+        """Adapters change nothing here, but are kept account of."""
+        lora_id = msgspec.convert(lora, LoRARequest).int_id
+        is_new = lora_id not in self.loras
+        self.loras.add(lora_id)
+        return is_new
+
+    def remove_lora(self, lora_id: int) -> bool:
+        was_there = lora_id in self.loras
+        self.loras.discard(lora_id)
+        return was_there
+
+    def pin_lora(self, lora_id: int) -> bool:
+        return lora_id in self.loras
+
+    def list_loras(self) -> list[int]:
+        return sorted(self.loras)
 
     def execute_model(self, step: SchedulerOutput, batch: BatchState) -> ModelRunnerOutput:
         started = time.monotonic()

@@ -173,6 +173,10 @@ class MultiprocExecutor(Executor):
         group = self._running()
         group.await_done(group.answered[OUTPUT_RANK])
 
+    def whereabouts(self) -> dict[int, str]:
+        group = self._group
+        return group.whereabouts() if group is not None else {}
+
     def check_failed(self) -> None:
         if self._group is not None and not self._restarting:
             self._group.check_failed()

@@ -180,6 +180,15 @@ class RankGroup:
             **{f"answers-{rank}": queue.stats for rank, queue in enumerate(self._answers)},
         }
 
+    def whereabouts(self) -> dict[int, str]:
+        now = self._clock.monotonic()
+        places = {}
+        for rank in range(self.world_size):
+            row = self._page.rank(rank)
+            what = f"in {row.method}" if row.phase == "running" else row.phase
+            places[rank] = f"{what} for {now - row.since_s:.1f} s"
+        return places
+
     def stop(self, *, graceful: bool) -> None:
         """End all ranks and give everything back. Idempotent; returns when done.
 

@@ -10,6 +10,7 @@ thread: the constructor, `init_device`, `load_model`, `kv_cache_capacity`, `init
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from executor.config import ExecutorConfig
 from executor.step import LoRARequest, ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
+    import cProfile
+
     from executor.batch_state import BatchState
     from transport.collective import Collective
 
@@ -41,6 +44,8 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         self.collective: Collective | None = None  # with several ranks there is one from `init_device` on
+        self._profile: cProfile.Profile | None = None
+        self._profile_file = ""
 
     def init_device(self) -> None:
         """Claim the device and join the other ranks."""
@@ -76,20 +81,57 @@ class Worker:
     def shutdown(self) -> None:
         """Release what the process's end does not."""
 
-    def profile(self, is_start: bool = True, prefix: str | None = None) -> None:
-        """Start or stop a profiler."""
-        raise NotImplementedError(f"{type(self).__name__} has no profiler")
+    def profile(self, is_start: bool = True, prefix: str | None = None) -> str | None:
+        """Start or stop a profiler. Returns the file that holds the profile, when it stops.
+
+        This one is Python's cProfile, of the thread that serves calls; the file is `<prefix>rank<n>.prof`,
+        for `python -m pstats`.
+        """
+        if is_start:
+            if self._profile is not None:
+                raise RuntimeError("the profiler runs already")
+            import cProfile
+
+            self._profile = cProfile.Profile()
+            self._profile_file = os.path.abspath(f"{prefix or 'engine-core-'}rank{self.rank}.prof")
+            self._profile.enable()
+            return None
+        if self._profile is None:
+            raise RuntimeError("the profiler does not run")
+        self._profile.disable()
+        self._profile.dump_stats(self._profile_file)
+        self._profile = None
+        return self._profile_file
+
+    def set_log_level(self, level: str, logger: str | None = None) -> None:
+        """Of all loggers in this process, or of one."""
+        logging.getLogger(logger).setLevel(level.upper())
+
+    def barrier(self, name: str) -> str:
+        """Called on every rank; that it returns tells that the rank has done what came before."""
+        return name
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back: level 1 keeps the weights elsewhere, level 2 drops them. The KV cache is lost."""
         raise NotImplementedError(f"{type(self).__name__} cannot sleep")
 
+    def release_kv_cache(self) -> None:
+        """Give the memory of the KV cache back, until `wake_up` with `kv_cache`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot release its KV cache")
+
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take back what `sleep` gave away; `tags` of `weights`, `kv_cache`; None for both."""
+        """Take back what `sleep` or `release_kv_cache` gave away; `tags` of `weights`, `kv_cache`; None for
+        both. After level 2 the weights are loaded again. What is awake already is left as it is.
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot sleep")
 
-    def update_weights(self, update: dict[str, Any]) -> None:
-        """Replace weights in place."""
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Change weights in place. The engine is idle, and drops what was computed with the old ones.
+
+        `update_info` holds what the caller gave: `path`, `tensors` (arrays by name; whole ones, of which a
+        rank takes its share), and options of the worker's own. One without arrays is called again when the
+        ranks are replaced, in the same order as before.
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot update weights")
 
     def add_lora(self, lora: LoRARequest | list[Any]) -> bool:

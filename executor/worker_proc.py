@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import logging
 import math
 import os
 import select
@@ -55,6 +56,8 @@ def main(argv: list[str]) -> int:
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, stack_fd, all_threads=True)
     kill_when_closed(death_fd)
+    # The engine puts the rank in front of each line.
+    logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     control = socket.socket(fileno=control_fd)
     order = receive_from_executor(control, StartOrder)
     die_with_parent(order.parent_pid)

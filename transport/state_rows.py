@@ -9,7 +9,7 @@ from __future__ import annotations
 from transport.processes import ProcessIdentity, own_identity
 from transport.shared_row import Choice, Count, Real, Row, Text
 
-CACHE_STATES = ("NORMAL", "UPDATING", "CLEARING", "CLEARED")
+CACHE_STATES = ("NORMAL", "UPDATING", "CLEARING", "CLEARED", "FAILED")
 
 
 class ProcessRow(Row):

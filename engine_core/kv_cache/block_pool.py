@@ -58,6 +58,10 @@ class BlockPool:
         """Contents that a prefix can hit, in blocks that are free or held."""
         return len(self._by_hash)
 
+    def names(self) -> list[bytes]:
+        """Of those contents."""
+        return list(self._by_hash)
+
     def has_any(self, names: Iterable[bytes]) -> bool:
         """Whether a block holds the content of one of these names."""
         return not self._by_hash.keys().isdisjoint(names)

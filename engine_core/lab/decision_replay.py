@@ -111,6 +111,8 @@ class DecisionReplay:
             self.progress.finished += len(self.scheduler.finish_requests(ids, FinishReason(reason)))
         elif kind == Entry.PAUSE:
             self.scheduler.set_pause_state(PauseState(fields[0]))
+        elif kind == Entry.LIMITS:
+            self.scheduler.set_limits(*fields)
         elif kind == Entry.RESET:
             self.scheduler.reset_prefix_cache(fields[0])
             self.progress.resets += 1

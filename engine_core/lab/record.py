@@ -17,6 +17,7 @@ An entry is a list whose first element says what happened:
     RESET     reset_running: the prefix cache was reset
     RESTART   the workers were replaced
     ALLOW     request ids: nobody else may run; nil: everybody may
+    LIMITS    requests that may run, tokens of a step
     LOST      number of entries that could not be written in time; what follows cannot be replayed
     STATE     the scheduler's state (`lab.snapshot`): the record begins in the middle of a run
 
@@ -54,6 +55,7 @@ class Entry(enum.IntEnum):
     LOST = 9
     STATE = 10
     ALLOW = 11
+    LIMITS = 12
 
 
 class Header(msgspec.Struct, kw_only=True):

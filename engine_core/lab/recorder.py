@@ -111,6 +111,9 @@ class DecisionRecorder:
     def pause_state_set(self, state: PauseState) -> None:
         self._put((Entry.PAUSE, state))
 
+    def limits_set(self, max_running: int, budget: int) -> None:
+        self._put((Entry.LIMITS, max_running, budget))
+
     def prefix_cache_reset(self, reset_running: bool) -> None:
         self._put((Entry.RESET, reset_running))
 

@@ -55,7 +55,7 @@ class Admission:
         self._clock = clock
         self._counters = counters
         self._metrics = metrics
-        self._max_running = config.max_num_active_seqs or config.max_num_seqs
+        self.max_running = config.max_num_active_seqs or config.max_num_seqs
         self._max_loras = config.max_loras if config.enable_lora else 0
 
     def add(self, request: Request, num_live: int) -> None:
@@ -105,7 +105,7 @@ class Admission:
         metrics = self._metrics
         now = self._clock.monotonic()
         loras = {r.lora.int_id for r in batch.requests if r.lora is not None} if self._max_loras else set()
-        while budget > 0 and len(queue) and len(batch) < self._max_running:
+        while budget > 0 and len(queue) and len(batch) < self.max_running:
             request = queue.peek()
             if self._must_pass_over(request, loras) or (only_interrupted and request not in self.interrupted):
                 passed_over.append(queue.pop())

@@ -367,6 +367,18 @@ class Scheduler:
         """Whether `schedule` has something to do: requests, or the end of one to announce."""
         return self._ended_unannounced or self.has_unfinished_requests()
 
+    @property
+    def max_running(self) -> int:
+        """Requests that may run at the same time."""
+        return self.admission.max_running
+
+    def set_limits(self, max_running: int, budget: int) -> None:
+        """`budget`: tokens of a step. Neither may exceed what the configuration says. Requests that run
+        already go on.
+        """
+        self.admission.max_running = max_running
+        self.budget = budget
+
     def set_pause_state(self, state: PauseState) -> None:
         self.pause_state = state
 

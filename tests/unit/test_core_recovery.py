@@ -231,7 +231,7 @@ def test_without_restarts_the_first_failure_is_the_end(fields: dict[str, Any]) -
 
 def test_workers_with_new_weights_are_not_replaced_by_ones_with_the_old() -> None:
     checked = make({"kind": "raise", "step": 2})
-    checked.core.executor._lasting_calls.record("update_weights", ({},), {})  # the mock cannot do it
+    checked.core.executor._lasting_calls.record("update_weights", (), {"update_info": {}})  # not the mock's
     checked.add("a", prompt_of(1))
     with pytest.raises(RestartImpossible, match="update_weights has changed them"):
         checked.run()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from executor.lasting_calls import LastingCalls
 from executor.step import LoRARequest
 
@@ -43,5 +45,21 @@ def test_adapters_are_loaded_again_unless_they_were_removed() -> None:
 def test_weights_that_were_replaced_are_known_to_be_lost() -> None:
     lasting = LastingCalls()
     assert lasting.lost is None
-    lasting.record("update_weights", [{}], {})
+    lasting.record("update_weights", [{"path": "/step-1"}], {})
+    assert lasting.lost is None
+    lasting.record("update_weights", [{"tensors": {"norm": np.ones(3)}}], {})
+    assert lasting.lost == "update_weights"
+
+
+def test_updates_of_weights_that_can_be_repeated_are() -> None:
+    updates: list[tuple[str, list[Any]]] = [
+        ("update_weights", [{"path": "/step-1"}]),
+        ("update_weights", [{"scale": {"norm": 2.0}}]),
+    ]
+    assert after(*updates, ("sleep", [1])) == [*updates, ("sleep", [1])]
+
+
+def test_updates_that_are_not_the_engines_are_lost() -> None:
+    lasting = LastingCalls()
+    lasting.record("update_weights", [], {"update_info": {"names": ["norm"]}})
     assert lasting.lost == "update_weights"

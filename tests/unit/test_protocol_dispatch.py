@@ -158,7 +158,7 @@ def test_result_that_cannot_be_sent_is_a_failure() -> None:
 
 
 def test_sleep_and_wake_reach_the_worker_and_pause() -> None:
-    engine = Engine(worker_cls="tests.sleepy_worker:SleepyWorker")
+    engine = Engine(worker_cls="tests.sleepy_worker:SleepyWorker", enable_sleep_mode=True)
 
     def called(method: str, *args: Any) -> Any:
         engine.call(method, *args)
