@@ -29,10 +29,10 @@ from transport.clock import Clock
 class Intake:
     """The rows of a step are, by what became of them since it was planned:
 
-    - of a running request: its token is appended (`_append`, on columns); - of a request that ended: passed
-    over; - of a request that was preempted (*stale*): its token is delivered all the same, or dropped if
-    the request was
-      told to start over at once.
+    - of a running request: its token is appended, on columns;
+    - of a request that ended: passed over;
+    - of a request that was preempted (*stale*): its token is delivered all the same, or dropped if the
+      request was told to start over at once.
     """
 
     def __init__(
@@ -46,9 +46,7 @@ class Intake:
         counters: Counters,
         metrics: EngineMetrics | None,
     ) -> None:
-        """`end(request, slot)` is called for a request that ends; the slot is what it had in the batch, if
-        any.
-        """
+        """`end(request, slot)` is called for a request that ends; the slot is the one it had, if any."""
         self._batch = batch
         self._kv = kv
         self._admission = admission
@@ -59,7 +57,9 @@ class Intake:
         self._metrics = metrics
 
     def take_in(self, record: InFlightStep, output: ModelRunnerOutput, collector: OutputCollector) -> None:
-        """Raises ValueError if `output` does not have a row for each of the step's."""
+        """Raises ValueError if `output` does not have a row for each of the step's, or if a row sampled that
+        must not, or the other way round.
+        """
         requests, rows = record.requests, record.rows
         tokens = output.sampled_token_ids[:, 0].astype(np.int32)  # a copy: the message's memory is not ours
         sampled = output.num_sampled != 0
@@ -67,6 +67,12 @@ class Intake:
             raise ValueError(
                 f"step {record.step_id} has {len(requests)} rows, but its outcome {len(tokens)} tokens "
                 f"and {len(sampled)} counts"
+            )
+        if not np.array_equal(sampled, record.samples):
+            wrong = requests[int((sampled != record.samples).argmax())].request_id
+            raise ValueError(
+                f"the worker's outcome of step {record.step_id} is wrong for request {wrong}: a row samples "
+                "if, and only if, the step computes the last of its known tokens (BatchState.samples)"
             )
         logprobs = SampledLogprobs(output.logprobs)
         for part in output.prompt_logprobs:

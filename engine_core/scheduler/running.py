@@ -84,6 +84,7 @@ class InFlightStep:
     step_id: int
     requests: list[Request]  # in the step's order
     num_scheduled_tokens: Int32s
+    samples: npt.NDArray[np.bool_]  # whether it computes the last of a request's known tokens
     rows: Int32s | None  # where they are in the batch now, -1: no longer; None: rows 0 .. n - 1, in order
 
     def row_list(self) -> Int32s:

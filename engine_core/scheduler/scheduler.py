@@ -288,13 +288,13 @@ class Scheduler:
         before = c.computed[which].copy()
         after = before + counts
         target = c.known[which] + c.placeholders[which]
-        chunk = after < target
+        samples = after >= target
         c.computed[which] = after
-        c.chunk[which] = chunk
+        c.chunk[which] = ~samples
         if self.is_async:
-            c.placeholders[which] += ~chunk
+            c.placeholders[which] += samples
         in_step = requests[:] if rows is None else [requests[row] for row in rows.tolist()]
-        batch.in_flight.append(InFlightStep(self._step_id, in_step, counts, rows))
+        batch.in_flight.append(InFlightStep(self._step_id, in_step, counts, samples, rows))
 
         step = SchedulerOutput(
             self._step_id,

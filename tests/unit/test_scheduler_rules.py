@@ -459,6 +459,17 @@ class TestWhoMayRun:
             empty = np.empty((0, 1), np.int32)
             scheduler.update_from_output(step, ModelRunnerOutput(1, empty, empty[:, 0]))
 
+    @pytest.mark.parametrize("is_chunk", [False, True])
+    def test_a_worker_that_samples_the_wrong_rows_is_told(self, is_chunk: bool) -> None:
+        scheduler = make_scheduler(max_num_batched_tokens=16)
+        scheduler.add_request(make_request("fine", [1], scheduler))
+        scheduler.add_request(make_request("odd", list(range(40 if is_chunk else 5)), scheduler))
+        step = scheduler.schedule()
+        output = answer(scheduler, step)
+        output.num_sampled[1] = 1 if is_chunk else 0
+        with pytest.raises(ValueError, match=r"outcome of step 1 is wrong for request odd: a row samples if"):
+            scheduler.update_from_output(step, output)
+
 
 class TestAbort:
     """At every state: blocks are free at once, the slot is announced once, nothing is delivered."""
