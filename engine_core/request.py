@@ -181,9 +181,8 @@ class Request:
         size, named = hasher.block_size, len(self.block_hashes)
         full = self.num_known_tokens // size
         if full > named:
-            prefix = self._prefix_hash(hasher)
             tokens = self.known_tokens()[named * size : full * size]
-            self.block_hashes += hasher.extend(prefix, tokens.tobytes())
+            self.block_hashes += hasher.extend(self._prefix_hash(hasher), tokens.tobytes())
 
     def add_block_hash(self, hasher: BlockHasher, block: bytes) -> None:
         """Name the block that a running request has filled, and filed: the int32 tokens `block`."""

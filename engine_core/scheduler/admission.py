@@ -105,7 +105,7 @@ class Admission:
         metrics = self._metrics
         now = self._clock.monotonic()
         loras = {r.lora.int_id for r in batch.requests if r.lora is not None} if self._max_loras else set()
-        while budget > 0 and len(queue) and len(batch) < self.max_running:
+        while budget > 0 and len(queue) and len(batch.requests) < self.max_running:
             request = queue.peek()
             if self._must_pass_over(request, loras) or (only_interrupted and request not in self.interrupted):
                 passed_over.append(queue.pop())

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -223,8 +224,7 @@ class RunningBatch:
         keep = np.ones(count, bool)
         keep[rows] = False
         self.table[:, : count - len(rows)] = self.table[:, :count][:, keep]
-        for row in reversed(rows):
-            del self.requests[row]
+        self.requests[:] = compress(self.requests, keep.tolist())
         moved = np.cumsum(keep, dtype=np.int32) - 1
         moved[rows] = -1
         for step in self.in_flight:

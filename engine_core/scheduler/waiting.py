@@ -61,9 +61,9 @@ class FcfsQueue(WaitingQueue):
         raise IndexError("no request waits")
 
     def pop(self) -> Request:
-        request = self.peek()
-        del self._requests[request]
-        return request
+        if not self._requests:
+            raise IndexError("no request waits")
+        return self._requests.popitem(last=False)[0]
 
     def remove(self, request: Request) -> None:
         del self._requests[request]
