@@ -13,7 +13,8 @@ import zmq
 
 from engine_core.blocking_client import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_START_TIMEOUT_S
 from engine_core.client_connection import LAST_OUTPUTS_TIMEOUT_S, Connection
-from engine_core.client_session import ClientSession, Prompt, RequestOutput
+from engine_core.client_controls import ClientControls
+from engine_core.client_session import ClientSession, Prompt, RequestOutput, with_deadline
 from engine_core.config import EngineConfig
 from engine_core.errors import EngineDeadError, ProtocolError, RequestError, UtilityError
 from engine_core.protocol import FinishReason, ReadyResponse, SchedulerStats
@@ -23,7 +24,7 @@ from executor.step import LoRARequest
 from transport.clock import SYSTEM_CLOCK, Clock
 
 
-class AsyncEngineClient:
+class AsyncEngineClient(ClientControls):
     """Requests to one engine, and their outputs.
 
     There are two ways to receive: `generate` iterates over one request; `add_request` sends any number
@@ -106,10 +107,11 @@ class AsyncEngineClient:
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
         trace_headers: dict[str, str] | None = None,
+        deadline_s: float | None = None,
     ) -> str:
         """Send a request and return its id; `outputs` brings what comes of it."""
         return self._add(
-            None, prompt_token_ids, params, request_id, priority, cache_salt, lora, trace_headers
+            None, prompt_token_ids, with_deadline(params, deadline_s), request_id, priority, cache_salt, lora, trace_headers
         )
 
     async def outputs(self) -> list[RequestOutput]:
@@ -139,6 +141,7 @@ class AsyncEngineClient:
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
         trace_headers: dict[str, str] | None = None,
+        deadline_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Send a request and iterate over its outputs. Leaving early or being cancelled aborts the request.
 
@@ -146,7 +149,7 @@ class AsyncEngineClient:
         """
         stream = _Stream(self._loop)
         request_id = self._add(
-            stream, prompt_token_ids, params, request_id, priority, cache_salt, lora, trace_headers
+            stream, prompt_token_ids, with_deadline(params, deadline_s), request_id, priority, cache_salt, lora, trace_headers
         )
         finished = False
         try:

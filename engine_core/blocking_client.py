@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -12,7 +12,8 @@ import msgspec
 import zmq
 
 from engine_core.client_connection import LAST_OUTPUTS_TIMEOUT_S, Connection
-from engine_core.client_session import ClientSession, Prompt, RequestOutput
+from engine_core.client_controls import ClientControls
+from engine_core.client_session import ClientSession, Prompt, RequestOutput, with_deadline
 from engine_core.config import EngineConfig
 from engine_core.errors import EngineDeadError, ProtocolError, RequestError, UtilityError
 from engine_core.protocol import FinishReason, ReadyResponse, SchedulerStats
@@ -28,7 +29,7 @@ DEFAULT_START_TIMEOUT_S = 600.0
 DEFAULT_CONNECT_TIMEOUT_S = 10.0
 
 
-class BlockingClient(ABC):
+class BlockingClient(ClientControls):
     """Requests to one engine, and their outputs.
 
     There are two ways to receive: `generate` iterates over one request; `add_request` sends any number
@@ -72,10 +73,11 @@ class BlockingClient(ABC):
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
         trace_headers: dict[str, str] | None = None,
+        deadline_s: float | None = None,
     ) -> str:
         """Send a request and return its id; `outputs` brings what comes of it."""
         return self._add(
-            None, prompt_token_ids, params, request_id, priority, cache_salt, lora, trace_headers
+            None, prompt_token_ids, with_deadline(params, deadline_s), request_id, priority, cache_salt, lora, trace_headers
         )
 
     def outputs(self, timeout_s: float | None = None) -> list[RequestOutput]:
@@ -106,6 +108,7 @@ class BlockingClient(ABC):
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
         trace_headers: dict[str, str] | None = None,
+        deadline_s: float | None = None,
     ) -> Iterator[RequestOutput]:
         """Send a request now; iterate over its outputs. Leaving the iterator early aborts the request.
 
@@ -113,7 +116,7 @@ class BlockingClient(ABC):
         """
         stream = _Stream()
         request_id = self._add(
-            stream, prompt_token_ids, params, request_id, priority, cache_salt, lora, trace_headers
+            stream, prompt_token_ids, with_deadline(params, deadline_s), request_id, priority, cache_salt, lora, trace_headers
         )
         return self._iterate(request_id, stream)
 

@@ -62,6 +62,7 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     spec_decode_metrics: dict[str, Any] | None = None
     prompt_token_id_logprobs: Tensor | None = None
     error_info: OutputError | None = None
+    weight_version: str | None = None  # of the step that it comes from; set from the envelope
 
     @property
     def finished(self) -> bool:
@@ -130,6 +131,14 @@ class Call(Protocol):
 
 S = TypeVar("S", bound=Stream)
 C = TypeVar("C", bound=Call)
+
+
+def with_deadline(params: SamplingParams | None, deadline_s: float | None) -> SamplingParams | None:
+    """The engine ends the request, with error "deadline_exceeded", so many seconds after it came."""
+    if deadline_s is None:
+        return params
+    params = SamplingParams() if params is None else params
+    return msgspec.structs.replace(params, extra_args={**(params.extra_args or {}), "deadline_s": deadline_s})
 
 
 class ClientSession(Generic[S, C]):
@@ -219,12 +228,16 @@ class ClientSession(Generic[S, C]):
         if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
             return False
         envelope = self._decoder.decode(frames)
+        version = envelope.weight_version
         if envelope.outputs:
+            if version is not None:
+                for output in envelope.outputs:
+                    output.weight_version = version
             self._distribute(envelope.outputs)
         if envelope.scheduler_stats is not None:
             self.stats = envelope.scheduler_stats
-        if envelope.weight_version is not None:
-            self.weight_version = envelope.weight_version
+        if version is not None:
+            self.weight_version = version
         answer = envelope.utility_output
         if answer is not None:
             call = self._calls.pop(answer.call_id, None)

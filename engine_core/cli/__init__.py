@@ -27,6 +27,7 @@ COMMANDS = {
     "replay": "send recorded traffic and report how it was served",
     "replay-decisions": "run the scheduler on a recorded engine's inputs and compare its decisions",
     "profile-worker": "measure a worker's steps, for simulate",
+    "ctl": "steer a running engine: pause, sleep, weights, limits, adapters, calls of workers",
     "ps": "list the engines of this host",
     "top": "watch them, live",
     "health": "answer a probe: alive, ready, getting on?",
