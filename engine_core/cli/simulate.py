@@ -291,6 +291,8 @@ class Scenario:
         self.config = config
         self._parser = parser
         self._mock = _mock_options(config)
+        if config.record:
+            parser.error("--record: a simulation has no token ids to record")
         if self._mock.mock_jitter:
             parser.error("--mock-jitter: simulated workers do not vary at random")
         self._latency_text = args.latency or self._mock_latency() or DEFAULT_LATENCY

@@ -33,7 +33,8 @@ def _serve(path: Path, *, kill: bool = False) -> int:
         client.utility("get_supported_tasks")
         client.abort(ids[3:6])
         if kill:
-            for _ in range(30):
+            written = path.stat().st_size
+            while client.num_live and path.stat().st_size < written + 5_000:
                 client.outputs()
             os.kill(client.engine_pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError):

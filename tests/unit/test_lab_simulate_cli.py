@@ -138,6 +138,7 @@ def test_malformed_lines_are_named_and_passed_over_or_refused(capsys: Capsys, tm
         (("--rate", 1, "--shared-prefix-ratio", 2), "from 0 to 1"),
         (("--rate", 1, "--input-length", "uniform:9"), "uniform:9"),
         ((TRACE, "--mock-jitter", 0.1), "--mock-jitter"),
+        ((TRACE, "--record", "x"), "--record"),
     ],
 )
 def test_wrong_usage_is_one_line_that_names_it(capsys: Capsys, args: tuple[object, ...], reason: str) -> None:
