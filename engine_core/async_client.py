@@ -111,7 +111,14 @@ class AsyncEngineClient(ClientControls):
     ) -> str:
         """Send a request and return its id; `outputs` brings what comes of it."""
         return self._add(
-            None, prompt_token_ids, with_deadline(params, deadline_s), request_id, priority, cache_salt, lora, trace_headers
+            None,
+            prompt_token_ids,
+            with_deadline(params, deadline_s),
+            request_id,
+            priority,
+            cache_salt,
+            lora,
+            trace_headers,
         )
 
     async def outputs(self) -> list[RequestOutput]:
@@ -149,7 +156,14 @@ class AsyncEngineClient(ClientControls):
         """
         stream = _Stream(self._loop)
         request_id = self._add(
-            stream, prompt_token_ids, with_deadline(params, deadline_s), request_id, priority, cache_salt, lora, trace_headers
+            stream,
+            prompt_token_ids,
+            with_deadline(params, deadline_s),
+            request_id,
+            priority,
+            cache_salt,
+            lora,
+            trace_headers,
         )
         finished = False
         try:

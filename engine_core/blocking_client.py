@@ -77,7 +77,14 @@ class BlockingClient(ClientControls):
     ) -> str:
         """Send a request and return its id; `outputs` brings what comes of it."""
         return self._add(
-            None, prompt_token_ids, with_deadline(params, deadline_s), request_id, priority, cache_salt, lora, trace_headers
+            None,
+            prompt_token_ids,
+            with_deadline(params, deadline_s),
+            request_id,
+            priority,
+            cache_salt,
+            lora,
+            trace_headers,
         )
 
     def outputs(self, timeout_s: float | None = None) -> list[RequestOutput]:
@@ -116,7 +123,14 @@ class BlockingClient(ClientControls):
         """
         stream = _Stream()
         request_id = self._add(
-            stream, prompt_token_ids, with_deadline(params, deadline_s), request_id, priority, cache_salt, lora, trace_headers
+            stream,
+            prompt_token_ids,
+            with_deadline(params, deadline_s),
+            request_id,
+            priority,
+            cache_salt,
+            lora,
+            trace_headers,
         )
         return self._iterate(request_id, stream)
 

@@ -68,9 +68,9 @@ def receive_all(client: EngineClient, timeout_s: float = 20.0) -> dict[str, list
     """Outputs of everything that is live, by request."""
     found: dict[str, list[Any]] = {}
     deadline = time.monotonic() + timeout_s
-    while client.num_live:
+    while (outputs := client.outputs(0.1)) or client.num_live:
         assert time.monotonic() < deadline
-        for output in client.outputs(0.1):
+        for output in outputs:
             found.setdefault(output.request_id, []).append(output)
     return found
 
