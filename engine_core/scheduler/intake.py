@@ -179,8 +179,9 @@ class Intake:
 
     def _stop(self, request: Request, row: int, token: int, known: int, limit: int) -> Stop | None:
         window = request.params.repetition_detection
-        tail = self._batch.output_tail(row, repetition_window(window)) if window is not None else ()
-        return check_stop(request, token, known, limit, tail)
+        if window is None:
+            return check_stop(request, token, known, limit, ())
+        return check_stop(request, token, known, limit, self._batch.output_tail(row, repetition_window(window)))
 
     def _emit(
         self,

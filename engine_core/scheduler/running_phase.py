@@ -15,7 +15,7 @@ import numpy as np
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, Status
 from engine_core.scheduler.running import CAPACITY, NEVER, NEXT_NAME, Row, RunningBatch
-from executor.step import Int32s
+from executor.step import EMPTY, Int32s
 
 
 @dataclass(slots=True)
@@ -56,6 +56,8 @@ def next_name(request: Request, kv: KVCacheManager) -> int:
 
 def grant_together(batch: RunningBatch, kv: KVCacheManager, rules: StepRules) -> Grants | None:
     """Plan all rows at once; None, with nothing changed, if blocks might not suffice."""
+    if not batch.requests:
+        return Grants(None, EMPTY, 0)
     c = batch.columns()
     target = c.known + c.placeholders
     counts = target - c.computed
