@@ -97,6 +97,12 @@ class RecordWriter:
         self._file.close()
 
 
+def is_record(path: str) -> bool:
+    """Whether a file begins as a record does, or is empty. Raises OSError."""
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) in (MAGIC, b"")
+
+
 class RecordReader:
     """Reads a record's header at once, and its entries one by one."""
 

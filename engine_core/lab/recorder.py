@@ -10,6 +10,7 @@ milliseconds, with which the next file begins: each file can be replayed by itse
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -23,7 +24,7 @@ import numpy as np
 from engine_core.config import ConfigError, EngineConfig
 from engine_core.errors import RequestError
 from engine_core.lab import snapshot
-from engine_core.lab.record import Entry, Header, RecordWriter
+from engine_core.lab.record import Entry, Header, RecordWriter, is_record
 from engine_core.protocol import FinishReason
 from engine_core.request import Request
 from engine_core.scheduler.scheduler import PauseState, Scheduler
@@ -46,7 +47,7 @@ class DecisionRecorder:
     """
 
     def __init__(self, path: str, header: Header, part_bytes: int = 256 << 20, num_parts: int = 4) -> None:
-        """Raises OSError if the file cannot be written."""
+        """Raises OSError if the file cannot be written, or is there and no record."""
         self._path = path
         self._header = header
         self._part_bytes = part_bytes
@@ -189,8 +190,11 @@ class DecisionRecorder:
     def _make_room(self) -> None:
         """Every file of the record moves on by one; the oldest is dropped."""
         names = [self._path, *(f"{self._path}.{number}" for number in range(1, self._num_parts))]
+        for name in names:
+            if os.path.isfile(name) and not is_record(name):
+                raise FileExistsError(errno.EEXIST, "there is another file, which is no record", name)
         for older, newer in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
-            if os.path.exists(newer):
+            if os.path.isfile(newer):  # a device stays where it is
                 os.replace(newer, older)
 
     def _fail(self, error: OSError) -> None:
@@ -212,7 +216,9 @@ def start_recorder(
     try:
         return DecisionRecorder(path, header, config.record_part_mb << 20, config.record_parts)
     except OSError as error:
-        raise ConfigError("record", path, f"cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            "record", path, f"{error.filename or path} cannot be written: {error.strerror}"
+        ) from error
 
 
 class _StepCompressor:

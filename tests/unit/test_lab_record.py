@@ -325,6 +325,18 @@ def test_a_record_that_is_there_is_kept(tmp_path: Path) -> None:
     assert replay(path).progress.steps == replay(tmp_path / "a.rec.1").progress.steps == 0
 
 
+def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
+    for name in ("letter", "letter.2"):
+        path = tmp_path / name
+        path.write_text("Dear engine,")
+        with pytest.raises(FileExistsError, match="no record"):
+            Session(tmp_path / "letter", EngineConfig())
+        assert path.read_text() == "Dear engine,"
+        path.unlink()
+    Session(Path("/dev/null"), EngineConfig()).close()
+    assert Path("/dev/null").is_char_device()
+
+
 def test_a_snapshot_is_the_whole_state(tmp_path: Path) -> None:
     session = Session(tmp_path / "a.rec", EngineConfig(max_num_seqs=8, scheduling_policy="priority"))
     session.live(60)
