@@ -106,8 +106,6 @@ class EngineMetrics:
         self.iteration_tokens = Histogram(ITERATION_TOKENS)
         self.step_s = Histogram(STEP_DURATION)
         self.stage_s = [0.0] * len(STAGES)  # in all steps
-        self.running_loras: dict[str, int] = {}  # requests by adapter
-        self.waiting_loras: dict[str, int] = {}
 
         self._times: dict[Request, _Times] = {}
         self._last_token_s = np.zeros(max_num_seqs)  # by slot
@@ -121,8 +119,6 @@ class EngineMetrics:
     def queued(self, request: Request, now_s: float) -> None:
         """A request was accepted."""
         self._times[request] = _Times(now_s)
-        if request.lora is not None:
-            _move(request.lora.name, None, self.waiting_loras)
 
     def scheduled(self, request: Request, now_s: float) -> None:
         """A request entered the batch, for the first time or again; its slot is set."""
@@ -130,15 +126,11 @@ class EngineMetrics:
         if not times.scheduled_s:
             times.scheduled_s = now_s
         self._last_token_s[request.slot] = times.last_token_s
-        if request.lora is not None:
-            _move(request.lora.name, self.waiting_loras, self.running_loras)
 
     def preempted(self, request: Request) -> None:
         """A request is about to leave the batch and to wait; its slot is still set."""
         self._settle()
         self._times[request].last_token_s = float(self._last_token_s[request.slot])
-        if request.lora is not None:
-            _move(request.lora.name, self.running_loras, self.waiting_loras)
 
     def first_token(self, request: Request, now_s: float, now_unix_s: float) -> None:
         """A request has its first token. To be called before `tokens` for the same step."""
@@ -179,8 +171,6 @@ class EngineMetrics:
         """
         self._settle()
         times = self._times.pop(request)
-        if request.lora is not None:
-            _move(request.lora.name, self.waiting_loras if slot is None else self.running_loras, None)
         assert request.finish_reason is not None
         self.finished[request.finish_reason] += 1
         prompt = request.num_prompt_tokens
@@ -219,13 +209,3 @@ class EngineMetrics:
         """It took so long to encode and send what a step has yielded."""
         self.stage_s[-1] += seconds
 
-
-def _move(name: str, source: dict[str, int] | None, target: dict[str, int] | None) -> None:
-    """One request of an adapter goes from one count to another."""
-    if source is not None:
-        if source[name] == 1:
-            del source[name]
-        else:
-            source[name] -= 1
-    if target is not None:
-        target[name] = target.get(name, 0) + 1

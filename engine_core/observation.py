@@ -109,6 +109,7 @@ class Observation:
                     "prefix_caching_hash_algo": config.prefix_caching_hash_algo,
                 },
                 max_loras=config.max_loras if config.enable_lora else 0,
+                adapters=core.scheduler.adapters,
                 queues=core.executor.queue_stats,
                 clock=self._clock,
             )

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from engine_core.counters import Counters
 from engine_core.metrics import STAGES, EngineMetrics, Histogram
+from engine_core.scheduler.adapters import AdapterCounts
 from transport.clock import SYSTEM_CLOCK, Clock
 from transport.message_queue import QueueStats
 from transport.state_page import PageView
@@ -38,6 +39,7 @@ class EngineCollector(Collector):
         engine_index: int = 0,
         cache_config: Mapping[str, object],
         max_loras: int = 0,
+        adapters: AdapterCounts,
         queues: Callable[[], Mapping[str, QueueStats]],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -50,6 +52,7 @@ class EngineCollector(Collector):
         self._labels = {"model_name": model_name, "engine": str(engine_index)}
         self._cache_config = {key: str(value) for key, value in cache_config.items()}
         self._max_loras = max_loras
+        self._adapters = adapters
         self._queues = queues
         self._clock = clock
 
@@ -100,7 +103,7 @@ class EngineCollector(Collector):
                 "Adapters of live requests, as labels; the value is the time.",
                 labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
             )
-            adapters = (self._metrics.waiting_loras, self._metrics.running_loras)
+            adapters = (self._adapters.waiting, self._adapters.running)
             family.add_metric(
                 [str(self._max_loras), *(",".join(list(names)) for names in adapters)], self._clock.time()
             )

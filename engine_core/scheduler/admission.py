@@ -13,6 +13,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.metrics import EngineMetrics
 from engine_core.protocol import EventType
 from engine_core.request import Request, Status
+from engine_core.scheduler.adapters import AdapterCounts
 from engine_core.scheduler.running import ALWAYS, ONCE, REPEATS, RunningBatch
 from engine_core.scheduler.running_phase import StepRules, next_name
 from engine_core.scheduler.waiting import WaitingQueue
@@ -55,6 +56,7 @@ class Admission:
         self._clock = clock
         self._counters = counters
         self._metrics = metrics
+        self.adapters = AdapterCounts()
         self.max_running = config.max_num_active_seqs or config.max_num_seqs
         self._max_loras = config.max_loras if config.enable_lora else 0
 
@@ -140,6 +142,7 @@ class Admission:
                 request.record_event(EventType.SCHEDULED, now)
             self._enter_batch(request, computed)
             request.since_s = now
+            self.adapters.scheduled(request)
             if metrics is not None:
                 metrics.scheduled(request, now)
             admitted.requests.append(_in_full(request, computed))

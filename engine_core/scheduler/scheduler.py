@@ -104,6 +104,7 @@ class Scheduler:
             config, self.make_queue(), max_model_len, self.batch, self.kv, clock, self.counters, metrics
         )
         self.waiting = self.admission.queue
+        self.adapters = self.admission.adapters
         self.intake = Intake(
             self.batch, self.kv, self.admission, self.is_async, self._end, clock, self.counters, metrics
         )
@@ -142,6 +143,7 @@ class Scheduler:
         self.admission.add(request, len(self.requests))
         self.requests[request_id] = request
         self.counters.requests_admitted += 1
+        self.adapters.queued(request)
         if self._metrics is not None:
             self._metrics.queued(request, self.clock.monotonic())
 
@@ -186,6 +188,7 @@ class Scheduler:
         self._ended_unannounced = True
         self.counters.requests_finished += 1
         self.history.ended(request, self.clock.monotonic())
+        self.adapters.ended(request, slot is not None)
         if self._metrics is not None:
             self._metrics.ended(request, slot, self.clock.time())
         if self._finished_ids is not None:
@@ -260,6 +263,7 @@ class Scheduler:
         self.kv.unname_blocks(request, self.batch.row(row).computed)
         self._preempted_slots.append(request.slot)
         self.counters.preemptions += 1
+        self.adapters.preempted(request)
         if self._metrics is not None:
             self._metrics.preempted(request)
         self.batch.remove([row])
@@ -391,6 +395,8 @@ class Scheduler:
             kv_cache_usage=self.kv.pool.usage,
             prefix_cache_stats=self.kv.take_prefix_stats(),
             num_skipped_waiting_reqs=deferred,
+            waiting_lora_adapters=dict(self.adapters.waiting),
+            running_lora_adapters=dict(self.adapters.running),
         )
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:

@@ -154,20 +154,18 @@ def test_a_preemption_lengthens_the_gap_between_tokens_and_keeps_the_first_sched
 
 
 def test_adapters_of_live_requests_are_counted() -> None:
-    metrics = EngineMetrics(4, 1000)
+    counts = AdapterCounts()
     poet, painter = (request(lora=LoRARequest(name, i, "/")) for i, name in enumerate(("poet", "painter"), 1))
-    for slot, one in enumerate((poet, painter)):
-        metrics.queued(one, 0.0)
-        one.slot = slot
-    assert metrics.waiting_loras == {"poet": 1, "painter": 1}
-    metrics.scheduled(poet, 0.0)
-    metrics.scheduled(painter, 0.0)
-    metrics.preempted(painter)
-    assert (metrics.waiting_loras, metrics.running_loras) == ({"painter": 1}, {"poet": 1})
-    poet.finish_reason = painter.finish_reason = FinishReason.ABORT
-    metrics.ended(poet, 0, UNIX)
-    metrics.ended(painter, None, UNIX)
-    assert (metrics.waiting_loras, metrics.running_loras) == ({}, {})
+    for one in (poet, painter, request()):
+        counts.queued(one)
+    assert counts.waiting == {"poet": 1, "painter": 1}
+    counts.scheduled(poet)
+    counts.scheduled(painter)
+    counts.preempted(painter)
+    assert (counts.waiting, counts.running) == ({"painter": 1}, {"poet": 1})
+    counts.ended(poet, was_running=True)
+    counts.ended(painter, was_running=False)
+    assert (counts.waiting, counts.running) == ({}, {})
 
 
 # Series
@@ -201,6 +199,7 @@ def engine() -> Iterator[Engine]:
             engine_index=3,
             cache_config={"block_size": 16, "num_gpu_blocks": 100, "enable_prefix_caching": True},
             max_loras=2,
+            adapters=adapters,
             queues=queues,
         )
         yield Engine(page, counters, metrics, collector)
