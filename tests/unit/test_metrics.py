@@ -22,6 +22,7 @@ from engine_core.metrics import (
 from engine_core.monitoring import MonitoringServer
 from engine_core.protocol import FinishReason
 from engine_core.request import Request
+from engine_core.scheduler.adapters import AdapterCounts
 from executor.sampling_params import SamplingParams
 from executor.step import LoRARequest
 from transport.message_queue import QueueStats
@@ -199,7 +200,7 @@ def engine() -> Iterator[Engine]:
             engine_index=3,
             cache_config={"block_size": 16, "num_gpu_blocks": 100, "enable_prefix_caching": True},
             max_loras=2,
-            adapters=adapters,
+            adapters=AdapterCounts(),
             queues=queues,
         )
         yield Engine(page, counters, metrics, collector)
