@@ -109,6 +109,14 @@ class Dispatcher:
         self._backlogs.pop(client_index, None)
         return len(self._core.abort_requests(self._requests_of(client_index)))
 
+    def tell_aborted(self, client_index: int) -> int:
+        """End the requests of a client, with an output for each that says so; returns how many."""
+        self._encoder.forget(client_index)
+        self._backlogs.pop(client_index, None)
+        ended = self._core.abort_requests(self._requests_of(client_index))
+        self._emit(finish_outputs(ended))
+        return len(ended)
+
     # Clients that do not keep up
 
     def hold_back(self, client_index: int) -> None:

@@ -6,6 +6,7 @@ the caller starts the engine and connects the data sockets (`sockets.py`).
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 
 import msgspec
@@ -97,6 +98,23 @@ class FrontEndDialog:
                 "running, and does it listen there (--data-parallel-address, --data-parallel-rpc-port)?"
             )
         return read_init(self._socket.recv_multipart())
+
+    def join_whenever(self, give_up: threading.Event, slice_s: float) -> InitMessage | None:
+        """As `join`, for as long as it takes. None if told to give up, or if the front end went away after
+        HELLO: whoever comes next has not heard it. Raises `HandshakeError`.
+        """
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            self._socket.send(hello(self._front_end))
+            while not give_up.is_set():
+                if self._socket.poll(int(slice_s * 1000), zmq.POLLIN):
+                    return read_init(self._socket.recv_multipart())
+                if monitor.poll(0):
+                    return None
+            return None
+        finally:
+            self._socket.disable_monitor()
+            monitor.close(0)
 
     def announce_ready(self) -> None:
         """The engine serves. The socket may be closed afterwards: the message still goes out."""

@@ -28,18 +28,20 @@ from msgspec import to_builtins
 from engine_core.config import EngineConfig
 from engine_core.core import EngineCore
 from engine_core.dispatch import Dispatcher
+from engine_core.front_end_link import FrontEndJoined, FrontEndLink
 from engine_core.handshake import FrontEnd, FrontEndDialog, check_addresses
 from engine_core.lab.recorder import DecisionRecorder, start_recorder
 from engine_core.lobby import ClientJoined, ClientLeft, Event, Lobby, StopAsked
 from engine_core.observation import Observation
 from engine_core.protocol import EngineAddresses, ReadyResponse
-from engine_core.sockets import ClientSockets, Context, CoordinatorSockets, Socket, connect_front_end
+from engine_core.sockets import ClientSockets, Context, CoordinatorSockets, Socket
 from engine_core.stopping import StopNow, StopSignals
 from executor.base import EngineCapacity, make_executor
 from executor.errors import ExecutorError
 from transport.clock import SYSTEM_CLOCK, Clock
 
 logger = logging.getLogger("engine_core")
+AnyEvent = Event | FrontEndJoined | ExecutorError
 
 COORDINATOR_TIMEOUT_S = 600.0  # until all engines of a deployment have come
 MAX_MESSAGES_PER_TURN = 256  # of one client, before the next step
@@ -61,16 +63,16 @@ class Inbox:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._events: queue.SimpleQueue[Event | ExecutorError] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[AnyEvent] = queue.SimpleQueue()
 
-    def put(self, event: Event | ExecutorError) -> None:
+    def put(self, event: AnyEvent) -> None:
         self._events.put(event)
         self.wake()
 
     def wake(self) -> None:
         os.eventfd_write(self.fd, 1)
 
-    def take(self) -> list[Event | ExecutorError]:
+    def take(self) -> list[AnyEvent]:
         os.eventfd_read(self.fd)
         events = []
         while not self._events.empty():
@@ -102,6 +104,8 @@ class EngineCoreProc:
         self._coordinator: CoordinatorSockets | None = None
         self._clients: dict[int, ClientSockets] = {}
         self._by_input: dict[Socket, ClientSockets] = {}
+        self._by_monitor: dict[Socket, ClientSockets] = {}
+        self._front_end: FrontEndLink | None = None
         self._slow: dict[Socket, ClientSockets] = {}  # by output; those that do not keep up
         self._poller = zmq.Poller()
         self._poller.register(inbox.fd, zmq.POLLIN)
@@ -116,6 +120,13 @@ class EngineCoreProc:
         self._dispatcher.client_names[client.client_index] = client.name
         self._by_input[client.input] = client
         self._poller.register(client.input, zmq.POLLIN)
+        if client.monitor is not None:
+            self._by_monitor[client.monitor] = client
+            self._poller.register(client.monitor, zmq.POLLIN)
+
+    def set_front_end(self, front_end: FrontEndLink) -> None:
+        """The clients that have a monitor are its."""
+        self._front_end = front_end
 
     def set_coordinator(self, coordinator: CoordinatorSockets) -> None:
         self._coordinator = coordinator
@@ -172,6 +183,8 @@ class EngineCoreProc:
                 self._read(self._by_input[source])
             elif source in self._slow:
                 self._catch_up(self._slow[source])
+            elif source in self._by_monitor:
+                self._take_loss(self._by_monitor[source])
             elif self._coordinator is not None:
                 self._coordinator.discard_input()
 
@@ -210,20 +223,51 @@ class EngineCoreProc:
                 self._remove_client(event.client_index)
             elif isinstance(event, StopAsked):
                 self._begin_stop(event.reason)
+            elif isinstance(event, FrontEndJoined):
+                self._replace_front_end(event)
             else:
                 self._workers_failed = True  # not now: a step may be about to be taken in
 
     def _remove_client(self, client_index: int) -> None:
-        client = self._clients.pop(client_index)
+        client = self._clients[client_index]
+        self._disconnect(client)
+        aborted = self._dispatcher.abort_client(client_index)
+        logger.info("%s left; %d of its requests were aborted", client.name, aborted)
+
+    def _take_loss(self, client: ClientSockets) -> None:
+        """The connection to an API server of the front end is lost: most likely the front end has died."""
+        if self._front_end is None or not client.is_lost():
+            return
+        self._disconnect(client)
+        self.add_client(self._front_end.reconnect(client))
+        # If it is there still, it learns what became of its requests.
+        aborted = self._dispatcher.tell_aborted(client.client_index)
+        logger.warning("%s is gone; %d of its requests were aborted", client.name, aborted)
+        self._front_end.redial()
+
+    def _replace_front_end(self, joined: FrontEndJoined) -> None:
+        for client in joined.clients:
+            self._remove_client(client.client_index)
+            self.add_client(client)
+            logger.info("%s is back", client.name)
+        if joined.coordinator is not None:
+            if self._coordinator is not None:
+                self._poller.unregister(self._coordinator.input)
+                self._coordinator.close()
+            self.set_coordinator(joined.coordinator)
+
+    def _disconnect(self, client: ClientSockets) -> None:
+        del self._clients[client.client_index]
         del self._by_input[client.input]
+        if client.monitor is not None:
+            del self._by_monitor[client.monitor]
+            self._poller.unregister(client.monitor)
         if client.input in self._poller:
             self._poller.unregister(client.input)
         if self._slow.pop(client.output, None) is not None:
             self._poller.unregister(client.output)
         self._unread = deque(item for item in self._unread if item[0] is not client)
         client.close(linger_ms=0)
-        aborted = self._dispatcher.abort_client(client_index)
-        logger.info("%s left; %d of its requests were aborted", client.name, aborted)
 
     # Output
 
@@ -453,7 +497,16 @@ def _start(
     registration = make_registration(config, core, front_end, addresses)
     num_clients = 0
     if front_end is not None and addresses is not None:
-        clients = connect_front_end(context, addresses, front_end, registration)
+        link = FrontEndLink(
+            context,
+            front_end,
+            addresses,
+            register=lambda addresses: make_registration(config, core, front_end, addresses),
+            on_joined=inbox.put,
+        )
+        stack.callback(link.close)
+        proc.set_front_end(link)
+        clients = link.connect()
         for client in clients:
             proc.add_client(client)
         num_clients = len(clients)

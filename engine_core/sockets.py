@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from engine_core.errors import HandshakeError
 from engine_core.handshake import FrontEnd, identity
@@ -36,6 +37,7 @@ class ClientSockets:
     output: Socket
     # Client indices of the same front end, of which a request's `client_index` is a position.
     group: range
+    monitor: Socket | None = None  # says when the connection of `input` is lost
     unsent: deque[Sequence[Frame]] = field(default_factory=deque)  # ZMQ's queue for it was full
 
     def send(self, frames: Sequence[Frame]) -> None:
@@ -60,7 +62,19 @@ class ClientSockets:
     def send_dead(self) -> None:
         self.send([ENGINE_CORE_DEAD])
 
+    def is_lost(self) -> bool:
+        """Whether the connection has been lost since the last call."""
+        assert self.monitor is not None
+        lost = False
+        while self.monitor.poll(0):
+            recv_monitor_message(self.monitor)  # it is about nothing else
+            lost = True
+        return lost
+
     def close(self, linger_ms: int = OUTPUT_LINGER_MS) -> None:
+        if self.monitor is not None:
+            self.input.disable_monitor()
+            self.monitor.close(0)
         self.input.close(0)
         self.output.close(linger_ms)
 
@@ -74,13 +88,15 @@ def connect_client(
     client_index: int,
     name: str,
     group: range | None = None,
+    watch: bool = False,
 ) -> ClientSockets:
     """Dial one client's two addresses and register. Raises `HandshakeError` for an address that is none.
 
-    ZMQ connects in the background; what is sent before waits.
+    ZMQ connects in the background; what is sent before waits. `watch`: have a `monitor`.
     """
     engine_identity = identity(registration.data_parallel_rank)
     input_socket = _connect(context, zmq.DEALER, input_address, engine_identity)
+    monitor = input_socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) if watch else None
     try:
         output_socket = _connect(context, zmq.PUSH, output_address, max_unsent=MAX_UNSENT)
     except HandshakeError:
@@ -88,7 +104,7 @@ def connect_client(
         raise
     input_socket.send(msgspec.msgpack.encode(registration))
     group = range(client_index, client_index + 1) if group is None else group
-    return ClientSockets(client_index, name, input_socket, output_socket, group)
+    return ClientSockets(client_index, name, input_socket, output_socket, group, monitor)
 
 
 def connect_front_end(
@@ -102,7 +118,9 @@ def connect_front_end(
         for i, pair in enumerate(zip(addresses.inputs, addresses.outputs, strict=True)):
             name = f"front end {where}" + (f", API server {i}" if len(group) > 1 else "")
             clients.append(
-                connect_client(context, *pair, registration, client_index=i, name=name, group=group)
+                connect_client(
+                    context, *pair, registration, client_index=i, name=name, group=group, watch=True
+                )
             )
     except HandshakeError:
         for client in clients:
@@ -156,6 +174,12 @@ def _connect(
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.IPV6, 1)
+    # A host that is gone without a word is noticed within half a minute. ZMQ has heartbeats of its own, but
+    # not every front end answers them.
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     try:
         socket.connect(address)
     except zmq.ZMQError as error:

@@ -11,6 +11,7 @@ named in one warning and ignored.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from argparse import Namespace
@@ -25,7 +26,8 @@ _MODULE = ("-m", "vllm.entrypoints.cli.main")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one engine until it is told to stop; returns the exit status."""
+    """Runs one engine until it is told to stop or its launcher is gone; returns the exit status."""
+    launcher = os.getppid()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if tuple(arguments[:2]) == _MODULE:
         del arguments[:2]
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run(parser: Parser, args: Namespace) -> int:
         if ignored:
             logging.getLogger("engine_core").warning("ignored, not for this engine: %s", " ".join(ignored))
-        return serve(parser, args)
+        return serve(parser, args, launcher)
 
     return run_command(run, parser, args)
 

@@ -140,7 +140,8 @@ def free_port() -> int:
 class Server:
     """A running vllm-rs with an engine behind it."""
 
-    def __init__(self, port: int, model: Model, log: Path) -> None:
+    def __init__(self, pid: int, port: int, model: Model, log: Path) -> None:
+        self.pid = pid
         self.port = port
         self.model = model
         self.log = log
@@ -205,7 +206,7 @@ def serve_external(model: Model, tmp: Path, engine_args: Sequence[str] = ()) -> 
     front_end = ["--data-parallel-size", "1", "--data-parallel-size-local", "0", *dial]
     engine = [sys.executable, "-m", "engine_core.cli", "serve", str(model.path), *dial, *engine_args]
     log = tmp / "engine.log"
-    with _process(engine, log), _front_end(model, tmp, front_end) as server:
+    with _process(engine, log), serve_front_end(model, tmp, front_end) as server:
         yield server
 
 
@@ -213,17 +214,18 @@ def serve_external(model: Model, tmp: Path, engine_args: Sequence[str] = ()) -> 
 def serve_managed(model: Model, tmp: Path, engine_args: Sequence[str] = ()) -> Iterator[Server]:
     """vllm-rs that starts `engine-core-vllm` itself."""
     engine = Path(sys.executable).with_name("engine-core-vllm")
-    with _front_end(model, tmp, ["--python", str(engine), *engine_args]) as server:
+    with serve_front_end(model, tmp, ["--python", str(engine), *engine_args]) as server:
         yield server
 
 
 @contextlib.contextmanager
-def _front_end(model: Model, tmp: Path, args: Sequence[str]) -> Iterator[Server]:
+def serve_front_end(model: Model, tmp: Path, args: Sequence[str]) -> Iterator[Server]:
+    """vllm-rs alone."""
     port = free_port()
     log = tmp / "vllm-rs.log"
     command = [str(binary()), "serve", str(model.path), "--port", str(port), *args]
     with _process(command, log) as process:
-        server = Server(port, model, log)
+        server = Server(process.pid, port, model, log)
 
         def healthy() -> bool:
             assert process.poll() is None, f"vllm-rs ended with {process.returncode}; log:\n{log.read_text()}"

@@ -16,11 +16,11 @@ logger = logging.getLogger("engine_core")
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run_group(engines: Sequence[Callable[[], int]]) -> int:
+def run_group(engines: Sequence[Callable[[], int]], on_running: Callable[[], None] | None = None) -> int:
     """Runs each engine in a process of its own until one ends; then the others are asked to.
 
     Signals are passed on as they come. Returns the exit status of the engine that ended first. Must be called
-    before the process has other threads.
+    before the process has other threads; `on_running` may make some.
     """
     parent = os.getpid()
     pids: dict[int, int] = {}  # pid -> position
@@ -40,6 +40,8 @@ def run_group(engines: Sequence[Callable[[], int]]) -> int:
 
     previous = {signum: signal.signal(signum, forward) for signum in _STOP_SIGNALS}
     status: int | None = None
+    if on_running is not None:
+        on_running()
     try:
         while pids:
             pid, wait_status = os.wait()

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from engine_core.cli.engine_group import run_group
+from engine_core.cli.launcher import stop_with
 from engine_core.cli.model_config import mock_options
 from engine_core.cli.options import add_engine_options, engine_config, given
 from engine_core.cli.parser import Parser, integer, positive_integer
@@ -75,12 +76,16 @@ def add_engine_arguments(parser: Parser) -> None:
     add_engine_options(parser)
 
 
-def run(parser: Parser, args: argparse.Namespace) -> int:
+def run(parser: Parser, args: argparse.Namespace, launcher: int | None = None) -> int:
+    """`launcher` is the process with which the engines end; None: they do not care."""
     if getattr(args, "model_tag", None) is not None:
         vars(args)["engine:model"] = args.model_tag
     config = engine_config(parser, args, **defaults_for_mock(given(args)))
     configure(args.log_level, config.log_format)
     ranks = _ranks(parser, args)
+    watch = partial(stop_with, launcher) if launcher is not None else None
+    if watch is not None and (ranks is None or len(ranks) == 1):
+        watch()
     if ranks is None:
         return _run(config, None, args.listen or default_address())
     host = args.data_parallel_address or "127.0.0.1"
@@ -91,7 +96,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         return _run(config, front_ends[0], args.listen)
     if args.listen:
         parser.error(f"--listen {args.listen}: takes one engine, not {len(front_ends)}")
-    return run_group([partial(_run, config, front_end, None) for front_end in front_ends])
+    return run_group([partial(_run, config, front_end, None) for front_end in front_ends], watch)
 
 
 def defaults_for_mock(chosen: dict[str, Any]) -> dict[str, Any]:
