@@ -181,7 +181,8 @@ class Intake:
         window = request.params.repetition_detection
         if window is None:
             return check_stop(request, token, known, limit, ())
-        return check_stop(request, token, known, limit, self._batch.output_tail(row, repetition_window(window)))
+        tail = self._batch.output_tail(row, repetition_window(window))
+        return check_stop(request, token, known, limit, tail)
 
     def _emit(
         self,
