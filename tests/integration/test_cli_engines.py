@@ -164,12 +164,12 @@ def test_an_address_without_an_engine_is_named(run_cli: RunCli) -> None:
     assert "ipc://@engine-core-nowhere" in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_a_temporary_directory_with_too_long_a_name_is_named(run_cli: RunCli, tmp_path: Path) -> None:
+def test_a_temporary_directory_may_have_a_long_name(run_cli: RunCli, tmp_path: Path) -> None:
     long = tmp_path / ("x" * 90)
     long.mkdir()
     result = run_cli("generate", 1, env={**os.environ, "TMPDIR": str(long)})
-    assert result.returncode == 1 and result.stderr.count("\n") == 1
-    assert "TMPDIR" in result.stderr and "107" in result.stderr
+    assert result.returncode == 0, result.stderr
+    assert list(long.iterdir()) == []
 
 
 def test_the_traceback_is_there_for_who_debugs(run_cli: RunCli) -> None:
