@@ -43,6 +43,7 @@ LAST_WORD_TIMEOUT_S = 1.0
 LAST_OUTPUTS_TIMEOUT_S = 0.5  # of an orderly stop, which ends every request with an output
 EXIT_TIMEOUT_S = 15.0  # the engine's own deadlines are shorter
 MAX_UNREAD = 1000  # messages that wait for this client to read; what comes then waits in the engine, merged
+_NOT_LAST = zmq.NOBLOCK | zmq.SNDMORE
 M = TypeVar("M", bound=Message)
 
 
@@ -142,7 +143,11 @@ class Connection:
         return connection
 
     def send(self, frames: list[Frame]) -> None:
-        self.requests.send_multipart([self._engine_identity, *frames], zmq.NOBLOCK)
+        send = self.requests.send  # frame by frame: send_multipart takes three times as long
+        send(self._engine_identity, _NOT_LAST)
+        for part in frames[:-1]:
+            send(part, _NOT_LAST)
+        send(frames[-1], zmq.NOBLOCK)
 
     def interrupt(self) -> None:
         """From another thread: have `launch` or `connect` fail now."""

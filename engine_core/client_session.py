@@ -34,6 +34,7 @@ from executor.sampling_params import SamplingParams
 from executor.step import LoRARequest
 from transport.clock import SYSTEM_CLOCK, Clock
 
+_TOKEN_TYPE = np.dtype("<i4")
 Prompt = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
@@ -185,7 +186,7 @@ class ClientSession(Generic[S, C]):
                 "duplicate_request_id", f"request {request_id!r} of this client is live", False, request_id
             )
         try:
-            tokens = np.asarray(prompt, "<i4").tobytes()
+            tokens = np.asarray(prompt, _TOKEN_TYPE).tobytes()
         except (OverflowError, TypeError, ValueError) as error:
             raise RequestError(
                 VALIDATION_ERROR, f"the prompt is not a list of token ids: {error}", False, request_id
