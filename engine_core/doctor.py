@@ -144,8 +144,8 @@ def examine_engine(
         yield Finding(Level.BAD, f"{who}: its ranks outlived it: end the processes {pids}")
     if not is_alive:
         return
-    if (kept := what_keeps_it(engine["pid"])).startswith(("T", "t")):
-        yield Finding(Level.BAD, f"{who}: the process is in state {kept}: kill -CONT {engine['pid']}")
+    if health.is_stopped(engine["pid"]):
+        yield Finding(Level.BAD, f"{who}: the process is stopped: kill -CONT {engine['pid']}")
     yield from _service(who, snapshot, now_s)
     if engine["version"] != version("engine-core"):
         yield Finding(
@@ -189,8 +189,8 @@ def _rank(who: str, row: Mapping[str, Any], now_s: float) -> Iterator[Finding]:
         yield Finding(Level.BAD, f"{who}: {row['error']}")
     if not row["pid"] or not ProcessIdentity(row["pid"], row["start_ticks"]).is_alive():
         return  # `health` has named it
-    if (kept := what_keeps_it(row["pid"])).startswith(("T", "t")):
-        yield Finding(Level.BAD, f"{who}: the process is in state {kept}: kill -CONT {row['pid']}")
+    if health.is_stopped(row["pid"]):
+        yield Finding(Level.BAD, f"{who}: the process is stopped: kill -CONT {row['pid']}")
     for_s = now_s - row["since_s"]
     if row["phase"] == "running" and for_s > _LONG_CALL_S:
         yield Finding(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transport.processes import ProcessIdentity
+from transport.processes import ProcessIdentity, what_keeps_it
 
 Row = Mapping[str, Any]
 Snapshot = Mapping[str, Any]  # `PageView.snapshot`
@@ -92,16 +92,25 @@ def progress(snapshot: Snapshot, now_s: float, *, stall_limit_s: float = STALL_L
 
 
 def whom(ranks: Sequence[Row], now_s: float) -> str:
-    """Which ranks the engine waits for: those that are gone or busy, with what, for how long."""
+    """Which ranks the engine waits for: those that are gone, stopped or busy, with what, for how long."""
     words = []
     for rank, row in enumerate(ranks):
         who = f"rank {rank} (pid {row['pid']})"
         if not row["pid"] or not ProcessIdentity(row["pid"], row["start_ticks"]).is_alive():
             words.append(f"{who} has ended")
-        elif row["phase"] != "waiting":
-            what = f"in {row['method']}" if row["phase"] == "running" else row["phase"]
-            words.append(f"{who} is {what} for {now_s - row['since_s']:.0f} s")
+            continue
+        what = f"in {row['method']}" if row["phase"] == "running" else row["phase"]
+        if is_stopped(row["pid"]):
+            what = f"stopped while {what}"
+        elif row["phase"] == "waiting":
+            continue
+        words.append(f"{who} is {what} for {now_s - row['since_s']:.0f} s")
     return ", ".join(words) or "all ranks wait for a call"
+
+
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP or a debugger."""
+    return what_keeps_it(pid).startswith(("T", "t"))
 
 
 def _cause(engine: Row) -> str:

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from engine_core.cli.ps import state
 from engine_core.cli.units import age, share, sparkline
-from transport.processes import ProcessIdentity, what_keeps_it
+from engine_core.health import is_stopped
+from transport.processes import ProcessIdentity
 
 if TYPE_CHECKING:
     from engine_core.cli.top import EngineWatch
@@ -146,7 +147,6 @@ def _does(row: Mapping[str, Any], now_s: float) -> tuple[str, str]:
         style = "dim"
     elif row["phase"] == "running":
         style = _BAD if for_s > _STUCK_S else _WARN if for_s > _LONG_S else ""
-    kept = what_keeps_it(row["pid"])
-    if kept.startswith(("T", "t")):
-        return f"{what}, {kept}", _BAD
+    if is_stopped(row["pid"]):
+        return f"stopped while {what}", _BAD
     return what, style
