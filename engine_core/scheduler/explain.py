@@ -201,7 +201,7 @@ def _live(
 
 def _obstacles(scheduler: Scheduler, request: Request) -> list[WaitsFor]:
     """What would keep a waiting request from running, were it the first; as `Admission.admit` decides."""
-    config, batch, admission = scheduler.config, scheduler.batch, scheduler.admission
+    batch, admission = scheduler.batch, scheduler.admission
     found: list[WaitsFor] = []
     if scheduler.pause_state is PauseState.PAUSED_ALL:
         found.append(WaitsFor("pause", "the engine is paused"))
@@ -221,8 +221,7 @@ def _obstacles(scheduler: Scheduler, request: Request) -> list[WaitsFor]:
                 f"{', '.join(sorted(loras.values()))} run, {most} at most"
             )
             found.append(WaitsFor("LoRA", text, needed=1, free=0))
-    seats = (config.max_num_active_seqs or config.max_num_seqs) - len(batch)
-    if seats <= 0:
+    if len(batch) >= scheduler.max_running:
         found.append(WaitsFor("seats", f"all {len(batch)} seats are taken", needed=1, free=0))
     return found + _needs(scheduler, request)
 

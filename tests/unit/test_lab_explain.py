@@ -80,6 +80,16 @@ def test_a_request_waits_its_turn_and_for_a_seat() -> None:
     assert (it.place, it.ahead, it.tokens_ahead) == (2, ["e", "f"], 20)
 
 
+def test_a_limit_that_was_lowered_takes_seats() -> None:
+    bench = Bench()
+    bench.add("a", 10)
+    bench.step()
+    bench.add("b", 10)
+    assert bench.waits_for("b") == []
+    bench.scheduler.set_limits(1, 64)
+    assert bench.waits_for("b") == ["seats"]
+
+
 def test_a_request_waits_for_tokens_of_the_step() -> None:
     bench = Bench()
     bench.add("long", 400)

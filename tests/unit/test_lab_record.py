@@ -87,6 +87,8 @@ class Session:
             if rng.random() < 0.1:
                 core.scheduler.allow_only(None)
             if rng.random() < 0.02:
+                core.scheduler.set_limits(int(rng.integers(1, 9)), int(rng.integers(8, 97)))
+            if rng.random() < 0.02:
                 core.scheduler.set_limits(int(rng.integers(1, 9)), int(rng.integers(16, 65)))
             core.scheduler.set_pause_state(
                 PauseState.PAUSED_NEW if rng.random() < 0.05 else PauseState.UNPAUSED
