@@ -13,10 +13,14 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
+from transport.unblocked import write_some
+
 LOGGERS = ("engine_core", "executor", "transport")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 Format = Literal["text", "json"]
+
+_PATIENCE_S = 0.1  # for somebody who reads slowly
 
 # What every record has; whatever else it has was given as `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -27,7 +31,11 @@ def configure(level: str = "INFO", format: Format = "text", stream: TextIO | Non
 
     May be called again. Raises ValueError for an unknown level.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler: logging.Handler
+    if stream is None and sys.stderr is sys.__stderr__:
+        handler = UnblockedHandler(2)
+    else:
+        handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JSONFormatter() if format == "json" else TextFormatter())
     for name in LOGGERS:
         logger = logging.getLogger(name)
@@ -44,6 +52,36 @@ def set_level(level: str, logger: str | None = None) -> None:
         raise ValueError(f"unknown logger {logger!r}; there are {', '.join(LOGGERS)}")
     for name in LOGGERS if logger is None else (logger,):
         logging.getLogger(name).setLevel(level.upper())
+
+
+class UnblockedHandler(logging.Handler):
+    """Writes to a descriptor if it takes anything. An engine must not stop because nobody reads its log:
+    records are lost then, and how many is told with the next that is not.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self._num_lost = 0
+        self._unwritten = b""  # the rest of a record that was begun
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write(self.format(record).encode(errors="backslashreplace") + b"\n")
+        except Exception:
+            self.handleError(record)
+
+    def _write(self, line: bytes) -> None:
+        patience_s = 0.0 if self._num_lost or self._unwritten else _PATIENCE_S
+        self._unwritten = self._unwritten[write_some(self._fd, self._unwritten) :]
+        if self._unwritten:
+            self._num_lost += 1
+            return
+        if self._num_lost:
+            line = b"... %d log records were lost: nobody read them\n" % self._num_lost + line
+        written = write_some(self._fd, line, patience_s)
+        self._num_lost = 0 if written else self._num_lost + 1
+        self._unwritten = line[written:] if written else b""
 
 
 class TextFormatter(logging.Formatter):

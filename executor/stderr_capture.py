@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
 from collections import deque
 
+from transport.clock import SYSTEM_CLOCK
+from transport.unblocked import write_some
+
 _CHUNK = 64 << 10
 _TAIL_LINES = 20
 _TAIL_BYTES = 8 << 10
 _LONGEST_LINE = 8 << 10
+_MOST_UNWRITTEN = 256 << 10  # of a rank, while nobody reads our own stderr; then lines are lost
+_RETRY_MS = 50
+_LAST_WRITE_S = 1.0
 
 
 class _Stream:
@@ -21,12 +26,13 @@ class _Stream:
         self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
         self.partial = b""
         self.unwritten = b""  # read, not yet passed on
+        self.num_lost = 0  # lines, since the last that was passed on
         self.open = True
 
 
 class StderrCapture:
-    """Reads the ends of the ranks' stderr pipes in a thread of its own, so that a blocked terminal blocks
-    nobody else.
+    """Reads the ends of the ranks' stderr pipes in a thread of its own. If nobody reads what it passes on,
+    lines are lost, but no rank has to wait.
 
     `tail(rank)` also takes in what a process wrote just before it died.
     """
@@ -54,7 +60,7 @@ class StderrCapture:
         return b"\n".join(lines)[-_TAIL_BYTES:].decode(errors="replace")
 
     def stop(self) -> None:
-        """Pass on what there is, and end. The ranks have ended."""
+        """Pass on what there is, within a second, and end. The ranks have ended."""
         os.eventfd_write(self._stop, 1)
         if self._thread.ident is not None:
             self._thread.join()
@@ -70,18 +76,37 @@ class StderrCapture:
             poller.register(fd, select.POLLIN)
         stopping = False
         while not stopping:
-            ready = {fd for fd, _ in poller.poll()}  # no deadline: `stop` ends it
+            is_behind = any(stream.unwritten for stream in self._streams)
+            # No deadline if there is nothing to write: `stop` ends it.
+            ready = {fd for fd, _ in poller.poll(_RETRY_MS if is_behind else None)}
             stopping = self._stop in ready
             for fd, stream in streams.items():
+                was_open = stream.open
                 if fd in ready or stopping:
                     with self._lock:
                         self._read(stream)
                         if stopping or not stream.open:
                             self._end_line(stream)
-                        text, stream.unwritten = stream.unwritten, b""
-                    _pass_on(text)
-                    if not stream.open and not stopping:
-                        poller.unregister(fd)
+                self._pass_on(stream)
+                if was_open and not stream.open:
+                    poller.unregister(fd)
+        give_up_s = SYSTEM_CLOCK.monotonic() + _LAST_WRITE_S
+        for stream in self._streams:
+            while stream.unwritten and (left_s := give_up_s - SYSTEM_CLOCK.monotonic()) > 0:
+                self._pass_on(stream, left_s)
+
+    def _pass_on(self, stream: _Stream, wait_s: float = 0.0) -> None:
+        try:
+            written = write_some(2, stream.unwritten, wait_s)
+        except OSError:  # our own stderr is closed: there is nobody to tell
+            written = len(stream.unwritten)
+        if not written:
+            return
+        with self._lock:
+            stream.unwritten = stream.unwritten[written:]
+            if stream.num_lost:
+                stream.unwritten += stream.prefix + b"... %d lines were lost\n" % stream.num_lost
+                stream.num_lost = 0
 
     def _read(self, stream: _Stream) -> None:
         while stream.open:
@@ -105,11 +130,7 @@ class StderrCapture:
 
     def _take_line(self, stream: _Stream, line: bytes) -> None:
         stream.tail.append(line)
-        stream.unwritten += stream.prefix + line + b"\n"
-
-
-def _pass_on(text: bytes) -> None:
-    view = memoryview(text)
-    with contextlib.suppress(OSError):  # our own stderr is closed: there is nobody to tell
-        while view:
-            view = view[os.write(2, view) :]
+        if len(stream.unwritten) < _MOST_UNWRITTEN:
+            stream.unwritten += stream.prefix + line + b"\n"
+        else:
+            stream.num_lost += 1

@@ -21,8 +21,18 @@ import pytest
 from engine_core.client import EngineClient
 from engine_core.config import EngineConfig
 from engine_core.errors import EngineDeadError, EngineStartError, RequestError, UtilityError
+from engine_core.lobby_protocol import default_address
 from executor.sampling_params import SamplingParams
-from tests.engines import ROOT, children_of, expected, is_running, mock_config, prompt, wait_until
+from tests.engines import (
+    ROOT,
+    children_of,
+    engine_process,
+    expected,
+    is_running,
+    mock_config,
+    prompt,
+    wait_until,
+)
 
 POISON = 31_999
 TIMEOUT_S = 0.7
@@ -325,3 +335,21 @@ def test_ctrl_c_in_a_terminal_reaches_the_ranks_through_the_engine_only(tmp_path
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert not any(map(is_running, family))
+
+
+def test_engine_stops_although_nobody_reads_what_its_ranks_say() -> None:
+    """The pipe is full, so whoever writes to it waits."""
+    config = config_with(worker_cls="tests.chatty_worker:ChattyWorker")
+    config = msgspec.structs.replace(config, worker_options={"mock_max_model_len": 4096})
+    with engine_process(config, lobby=default_address()) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[1]
+        with EngineClient.connect(address) as client:
+            tokens = prompt(1, 10)
+            stream = client.generate(tokens, SamplingParams(max_tokens=300))
+            seen = [token for output in stream for token in output.new_token_ids]
+            assert seen == expected(tokens, 300)
+        family = [process.pid, *children_of(process.pid)]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 128 + signal.SIGTERM
+        assert not any(map(is_running, family))
