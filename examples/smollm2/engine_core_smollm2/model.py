@@ -6,8 +6,9 @@ feed-forward outputs are partial sums, which `Collective.all_reduce` completes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from .attention import AttentionJob, attend
 from .gguf_file import GGUFError, GGUFFile, LlamaConfig
 from .linear import Linear, Threads
+from .weights import Weights
 
 Float32s = npt.NDArray[np.float32]
 Int32s = npt.NDArray[np.int32]
@@ -38,14 +40,16 @@ class Tokens(NamedTuple):
 class Layer:
     """One transformer layer's weights: this rank's share of them."""
 
-    def __init__(self, file: GGUFFile, index: int, config: LlamaConfig, rank: int, world_size: int) -> None:
+    def __init__(
+        self, weights: Weights, index: int, config: LlamaConfig, rank: int, world_size: int
+    ) -> None:
         def weight(name: str) -> Float32s:
-            return file.tensor(f"blk.{index}.{name}.weight")
+            return weights.tensor(f"blk.{index}.{name}.weight")
 
         def rows(name: str) -> Float32s:
-            info = file.tensors[f"blk.{index}.{name}.weight"]
-            share = info.shape[0] // world_size
-            return file.tensor_rows(f"blk.{index}.{name}.weight", slice(rank * share, (rank + 1) * share))
+            full = f"blk.{index}.{name}.weight"
+            share = weights.num_rows(full) // world_size
+            return weights.tensor_rows(full, slice(rank * share, (rank + 1) * share))
 
         def columns(name: str) -> Float32s:
             return np.split(weight(name), world_size, axis=1)[rank]
@@ -71,6 +75,8 @@ class Llama:
 
     def __init__(self, file: GGUFFile, rank: int = 0, world_size: int = 1) -> None:
         self.config = config = LlamaConfig.from_gguf(file)
+        self.weights = Weights(file)
+        self._rank, self._world_size = rank, world_size
         for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
             if getattr(config, name) % world_size:
                 raise GGUFError(
@@ -78,20 +84,50 @@ class Llama:
                 )
         self.num_heads = config.num_heads // world_size
         self.num_kv_heads = config.num_kv_heads // world_size
-        self._file = file
-        self.layers = [Layer(file, i, config, rank, world_size) for i in range(config.num_layers)]
-        self.norm = file.tensor("output_norm.weight")
-        projection = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
-        share = config.vocab_size // world_size
-        self.lm_head = Linear(file.tensor_rows(projection, slice(rank * share, (rank + 1) * share)))
         frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
         if "rope_freqs.weight" in file.tensors:
             frequencies /= file.tensor("rope_freqs.weight")
         self._frequencies = frequencies / config.rope_scale
+        self.load()
+
+    def load(self) -> None:
+        """Take this rank's share of the weights into memory."""
+        self.layers = [self._layer(index) for index in range(self.config.num_layers)]
+        self.norm = self.weights.tensor("output_norm.weight")
+        self.lm_head = self._lm_head()
+
+    def unload(self) -> None:
+        """Let go of what `load` took."""
+        self.layers = []
+        self.lm_head = Linear(np.empty((0, self.config.hidden_size), np.float32))
+
+    def replace(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take whole tensors, by the file's names, in place of what was there.
+
+        Raises ValueError, with nothing replaced, for a name or a shape that is not the file's.
+        """
+        self.weights.replace(tensors)
+        for index in {int(name.split(".")[1]) for name in tensors if name.startswith("blk.")}:
+            self.layers[index] = self._layer(index)
+        self.norm = self.weights.tensor("output_norm.weight")
+        if self._projection in tensors:
+            self.lm_head = self._lm_head()
+
+    def _layer(self, index: int) -> Layer:
+        return Layer(self.weights, index, self.config, self._rank, self._world_size)
+
+    @property
+    def _projection(self) -> str:
+        return "output.weight" if "output.weight" in self.weights else "token_embd.weight"
+
+    def _lm_head(self) -> Linear:
+        share = self.config.vocab_size // self._world_size
+        rows = slice(self._rank * share, (self._rank + 1) * share)
+        return Linear(self.weights.tensor_rows(self._projection, rows))
 
     def embed(self, token_ids: Int32s) -> Float32s:
         """(n,) -> (n, hidden_size)"""
-        return self._file.tensor_rows("token_embd.weight", token_ids)
+        return self.weights.tensor_rows("token_embd.weight", token_ids)
 
     def forward(
         self, tokens: Tokens, cache: list[Float32s], threads: Threads, all_reduce: AllReduce | None = None

@@ -68,6 +68,7 @@ class SmolLM2Worker(Worker):
         return min(int(room) // (token_bytes * block_size), useful)
 
     def initialize_cache(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         config = self._model.config
         shape = (num_blocks, self.config.block_size, 2, self._model.num_kv_heads, config.head_dim)
         self._cache = [np.zeros(shape, np.float32) for _ in range(config.num_layers)]
@@ -99,6 +100,41 @@ class SmolLM2Worker(Worker):
         """(n, hidden_size) -> (n, vocab_size)"""
         logits = self._model.logits(hidden, self._threads)
         return logits if self.collective is None else self.collective.all_gather(logits)
+
+    def sleep(self, level: int = 1) -> None:
+        """The weights are in the host's memory anyway: level 1 leaves them there."""
+        self.release_kv_cache()
+        if level > 1:
+            self._model.unload()
+
+    def release_kv_cache(self) -> None:
+        self._cache = []
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        if (tags is None or "weights" in tags) and not self._model.layers:
+            self._model.load()
+        if (tags is None or "kv_cache" in tags) and not self._cache:
+            self.initialize_cache(self._num_blocks)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """`path`: a file of the same shape. `tensors`: whole ones, by the file's names. `scale`: factors by name.
+
+        Raises ValueError, with nothing changed, for what does not fit.
+        """
+        unknown = update_info.keys() - {"path", "tensors", "scale"}
+        if unknown:
+            raise ValueError(f"an update takes path, tensors and scale, not {', '.join(sorted(unknown))}")
+        model = self._model
+        if "path" in update_info:
+            model = Llama(open_model(update_info["path"]), self.rank, self.world_size)
+            if model.config != self._model.config:
+                raise ValueError(f"{update_info['path']} holds a model of another shape")
+        scaled = {
+            name: model.weights.tensor(name) * np.float32(factor)
+            for name, factor in update_info.get("scale", {}).items()
+        }
+        model.replace({**update_info.get("tensors", {}), **scaled})
+        self._model = model
 
     def shutdown(self) -> None:
         self._threads.close()
