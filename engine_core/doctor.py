@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_core import health
-from transport.processes import SOCKET_PATH_LIMIT, ProcessIdentity, base_dir, find_stale, what_keeps_it
+from transport.processes import SOCKET_PATH_LIMIT, ProcessIdentity, base_dir, find_stale
 from transport.state_page import PageLocation
 
 MIN_KERNEL = (5, 3)  # pidfd_open

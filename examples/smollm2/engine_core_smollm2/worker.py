@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -117,7 +118,8 @@ class SmolLM2Worker(Worker):
             self.initialize_cache(self._num_blocks)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """`path`: a file of the same shape. `tensors`: whole ones, by the file's names. `scale`: factors by name.
+        """`path`: a file of the same shape. `tensors`: whole ones, by the file's names. `scale`: factors by
+        name.
 
         Raises ValueError, with nothing changed, for what does not fit.
         """
@@ -129,11 +131,12 @@ class SmolLM2Worker(Worker):
             model = Llama(open_model(update_info["path"]), self.rank, self.world_size)
             if model.config != self._model.config:
                 raise ValueError(f"{update_info['path']} holds a model of another shape")
-        scaled = {
-            name: model.weights.tensor(name) * np.float32(factor)
-            for name, factor in update_info.get("scale", {}).items()
-        }
-        model.replace({**update_info.get("tensors", {}), **scaled})
+        replaced = dict(update_info.get("tensors", {}))
+        for name, factor in update_info.get("scale", {}).items():
+            if name not in model.weights:
+                raise ValueError(f"there is no tensor {name}")
+            replaced[name] = model.weights.tensor(name) * np.float32(factor)
+        model.replace(replaced)
         self._model = model
 
     def shutdown(self) -> None:
