@@ -49,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.parse_args(arguments)  # exits: help, version or an error
         parser.error(f"a command is missing: {', '.join(COMMANDS)}")
     command, *rest = arguments
-    module = importlib.import_module(f"engine_core.cli.{command.replace('-', '_')}")
+    try:
+        module = importlib.import_module(f"engine_core.cli.{command.replace('-', '_')}")
+    except KeyboardInterrupt:  # imports take long enough for a Ctrl-C
+        return 128 + signal.SIGINT
     parser = Parser(prog=f"engine-core {command}", description=module.__doc__)
     module.add_arguments(parser)
     add_log_options(parser, "info" if command == "serve" else "warning")

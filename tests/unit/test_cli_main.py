@@ -77,6 +77,17 @@ def test_an_interrupt_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
+def test_an_interrupt_while_a_command_is_imported_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    assert main(["serve"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_a_failure_is_one_line_unless_debugging(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(RuntimeError("rank 1 has died\nits last words")) == 1
     assert capsys.readouterr().err == "test: rank 1 has died (--debug shows more)\n"
