@@ -211,5 +211,6 @@ class Traffic:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and self.error is None:
-            self.error = task.exception()
+        error = None if task.cancelled() else task.exception()
+        if self.error is None:
+            self.error = error
