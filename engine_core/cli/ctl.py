@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from engine_core.cli.pages import open_page
+from engine_core.cli.pages import lobby_address
 from engine_core.cli.parser import Parser, key_value, positive_float, positive_integer
 from engine_core.client import EngineClient
 
@@ -162,23 +162,11 @@ def _add_looks(action: AddAction) -> None:
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
     method, arguments = args.call(args)
-    with EngineClient.connect(args.connect or _address(args.pid)) as client:
+    with EngineClient.connect(args.connect or lobby_address(args.pid)) as client:
         answer = client.utility(method, *arguments, timeout_s=args.timeout_s)
     if answer is not None:
         print(msgspec.json.encode(answer, enc_hook=str).decode())
     return 0
-
-
-def _address(pid: str | None) -> str:
-    with open_page(pid) as page:
-        engine = page.snapshot()["engine"]
-    address: str = engine["address"]
-    if not address:
-        raise RuntimeError(
-            f"engine {engine['pid']} has no lobby to connect to: it is its front end's, or its launcher's "
-            "(--listen gives it one)"
-        )
-    return address
 
 
 def _json(text: str) -> Any:

@@ -8,7 +8,7 @@ import argparse
 
 import msgspec
 
-from engine_core.cli.pages import open_page
+from engine_core.cli.pages import lobby_address
 from engine_core.cli.parser import Parser
 from engine_core.client import EngineClient
 from engine_core.scheduler.explain import Explanation
@@ -18,28 +18,18 @@ def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("Request")
     group.add_argument("request_id", metavar="REQUEST", help="its id, or an unambiguous beginning of it")
     group.add_argument("--json", action="store_true", help="print the answer as one JSON object")
-    group = parser.add_argument_group("Which engine")
-    group.add_argument(
-        "--connect",
-        metavar="ADDRESS",
-        help="a running engine, by the address that `engine-core serve` printed (default: the only engine of "
-        "this host)",
+    which = parser.add_argument_group("Which engine").add_mutually_exclusive_group()
+    which.add_argument("--connect", metavar="ADDRESS", help="address that `engine-core serve` printed")
+    which.add_argument(
+        "--pid", metavar="PID", help="process id of the engine (default: the only engine of this host)"
     )
 
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
-    with EngineClient.connect(args.connect or _only_address()) as client:
+    with EngineClient.connect(args.connect or lobby_address(args.pid)) as client:
         answer = client.explain(args.request_id)
     print(msgspec.json.encode(answer).decode() if args.json else as_text(answer))
     return 0
-
-
-def _only_address() -> str:
-    with open_page(None) as page:
-        engine = page.snapshot()["engine"]
-    if not engine["address"]:
-        raise ValueError(f"engine {engine['pid']} does not listen for clients of its own (serve --listen)")
-    return str(engine["address"])
 
 
 def as_text(answer: Explanation) -> str:

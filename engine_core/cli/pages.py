@@ -40,6 +40,19 @@ def open_page(target: str | None) -> PageView:
     return StatePage.open(places[0].path)
 
 
+def lobby_address(target: str | None) -> str:
+    """Where clients connect to an engine by pid, or to the only one. Raises StatePageError, OSError."""
+    with open_page(target) as page:
+        engine = page.snapshot()["engine"]
+    address: str = engine["address"]
+    if not address:
+        raise StatePageError(
+            f"engine {engine['pid']} has no lobby to connect to: it is its front end's, or its launcher's "
+            "(--listen gives it one)"
+        )
+    return address
+
+
 @contextlib.contextmanager
 def open_engines() -> Iterator[list[PageView]]:
     """The pages of all engines."""
