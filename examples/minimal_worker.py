@@ -2,8 +2,8 @@
 
     engine-core serve --worker-cls examples.minimal_worker:MinimalWorker --tensor-parallel-size 2
 
-Each rank holds half of the logits' columns and would exchange maxima with the others; here every rank
-computes all.
+With several ranks each computes all of it. A real model would be shared out among them, and their partial
+results put together by `self.collective`.
 """
 
 from __future__ import annotations
