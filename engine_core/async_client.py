@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from engine_core.blocking_client import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_START_TIMEOUT_S
-from engine_core.client_connection import LAST_OUTPUTS_TIMEOUT_S, Connection
+from engine_core.client_connection import LAST_OUTPUTS_TIMEOUT_S, WARN_AFTER_S, Connection
 from engine_core.client_controls import ClientControls
 from engine_core.client_session import ClientSession, Prompt, RequestOutput, with_deadline
 from engine_core.config import EngineConfig
@@ -48,6 +48,9 @@ class AsyncEngineClient(ClientControls):
         self._loop.add_reader(self._stream_fd, self._engine_ended)
         # The descriptor tells of changes only: what came before it was watched must be asked for.
         self._loop.call_soon(self._read_all)
+        self._last_heard_s = clock.monotonic()
+        self._warn_after_s = WARN_AFTER_S
+        self._silence_check = self._loop.call_later(WARN_AFTER_S, self._check_silence)
 
     @classmethod
     def launch(
@@ -263,6 +266,7 @@ class AsyncEngineClient(ClientControls):
     def _read_all(self) -> None:
         """Take in every message that has come: the descriptor will not tell of them again."""
         read, feed = self._connection.outputs.recv_multipart, self._session.feed
+        self._last_heard_s, self._warn_after_s = self._clock.monotonic(), WARN_AFTER_S
         try:
             while feed(read(zmq.NOBLOCK)):
                 pass
@@ -273,6 +277,17 @@ class AsyncEngineClient(ClientControls):
         else:
             self._engine_ended()
         self._tell_outputs()
+
+    def _check_silence(self) -> None:
+        """Say who is waited for, if somebody waits and nothing comes."""
+        now = self._clock.monotonic()
+        silent_s = now - self._last_heard_s
+        if not self._session.is_awaited:
+            self._last_heard_s = now
+        elif silent_s >= self._warn_after_s:
+            self._connection.warn_of_silence(silent_s)
+            self._warn_after_s = 2 * silent_s  # ever more rarely
+        self._silence_check = self._loop.call_later(WARN_AFTER_S, self._check_silence)
 
     def _tell_outputs(self) -> None:
         if self._output_came is not None:
@@ -304,6 +319,7 @@ class AsyncEngineClient(ClientControls):
             await asyncio.sleep(0.01)
 
     def _stop_reading(self) -> None:
+        self._silence_check.cancel()
         self._loop.remove_reader(self._outputs_fd)
         self._loop.remove_reader(self._stream_fd)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from engine_core.client_connection import LAST_OUTPUTS_TIMEOUT_S, Connection
+from engine_core.client_connection import LAST_OUTPUTS_TIMEOUT_S, WARN_AFTER_S, Connection
 from engine_core.client_controls import ClientControls
 from engine_core.client_session import ClientSession, Prompt, RequestOutput, with_deadline
 from engine_core.config import EngineConfig
@@ -283,10 +283,7 @@ class EngineClient(BlockingClient):
 
     def _pump(self, deadline: float | None) -> bool:
         connection, session = self._connection, self._session
-        wait_ms = None
-        if deadline is not None:
-            wait_ms = max(0, int((deadline - self._clock.monotonic()) * 1000))
-        ready = dict(self._poller.poll(wait_ms))
+        ready = self._wait(deadline)
         if not ready:
             return False
         alive = True
@@ -299,6 +296,20 @@ class EngineClient(BlockingClient):
                 self._await_last_outputs()
             session.fail(EngineDeadError(last_word.cause))
         return True
+
+    def _wait(self, deadline: float | None) -> dict[Any, int]:
+        """What can be read; nothing when the deadline has passed."""
+        now = begun = self._clock.monotonic()
+        warn_at = begun + WARN_AFTER_S
+        while True:
+            until = warn_at if deadline is None else min(warn_at, deadline)
+            ready = dict(self._poller.poll(max(0, int((until - now) * 1000))))
+            now = self._clock.monotonic()
+            if ready or (deadline is not None and now >= deadline):
+                return ready
+            if now >= warn_at:
+                self._connection.warn_of_silence(now - begun)
+                warn_at = now + (now - begun)  # ever more rarely
 
     def _await_last_outputs(self) -> None:
         """They may come by another way than the last word, and later."""

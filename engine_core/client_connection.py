@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import select
@@ -16,6 +17,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 
+from engine_core import health
 from engine_core.config import EngineConfig
 from engine_core.errors import EngineDeadError, EngineStartError, ProtocolError
 from engine_core.lobby_protocol import (
@@ -37,8 +39,12 @@ from engine_core.protocol import ReadyResponse
 from engine_core.sockets import Context, Socket
 from engine_core.wire import Frame
 from transport.clock import SYSTEM_CLOCK, Clock
+from transport.state_page import StatePage, StatePageError
+
+logger = logging.getLogger("engine_core")
 
 JOIN_TIMEOUT_S = 10.0
+WARN_AFTER_S = 10.0  # without a message for somebody who waits; how long to wait is up to them
 LAST_WORD_TIMEOUT_S = 1.0
 LAST_OUTPUTS_TIMEOUT_S = 0.5  # of an orderly stop, which ends every request with an output
 EXIT_TIMEOUT_S = 15.0  # the engine's own deadlines are shorter
@@ -268,6 +274,25 @@ class Connection:
             if ready:
                 raise EngineDeadError(self.last_word().cause)
             raise EngineDeadError(f"{self._who()} has not connected to this client's sockets in time")
+
+    def warn_of_silence(self, seconds: float) -> None:
+        """Log that somebody waits for the engine, and whom the engine waits for."""
+        logger.warning("nothing has come from %s for %.0f s: %s", self._who(), seconds, self._verdict())
+
+    def _verdict(self) -> str:
+        """What its state page says, if it is on this host."""
+        if self.stream.family != socket.AF_UNIX:
+            return "it is on another host"
+        try:
+            with StatePage.open(self.pid) as page:
+                snapshot = page.snapshot()
+        except (StatePageError, OSError) as error:
+            return str(error)
+        now = self._clock.monotonic()
+        verdict = health.live(snapshot, now)
+        if verdict.ok:
+            verdict = health.progress(snapshot, now, stall_limit_s=WARN_AFTER_S / 2)
+        return verdict.reason
 
     def _who(self) -> str:
         pid = self.process.pid if self.process is not None else self.pid

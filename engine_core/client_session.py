@@ -165,6 +165,11 @@ class ClientSession(Generic[S, C]):
         """Requests whose last output has not come."""
         return len(self._live)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether something is to come from the engine."""
+        return bool(self._live or self._calls)
+
     def add(
         self,
         prompt: Prompt,

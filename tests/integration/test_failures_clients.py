@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from engine_core.client import EngineClient
+from engine_core.client import AsyncEngineClient, EngineClient
 from executor.sampling_params import SamplingParams
 from tests.engines import ROOT, expected, mock_config, prompt, wait_until
 
@@ -30,7 +32,8 @@ def address(request: pytest.FixtureRequest) -> str:
 
 READER = """
 import sys
-from engine_core.client import EngineClient
+import threading
+from engine_core.client import AsyncEngineClient, EngineClient
 from executor.sampling_params import SamplingParams
 from tests.engines import expected, prompt
 requests, length = int(sys.argv[2]), int(sys.argv[3])
@@ -115,3 +118,32 @@ def test_an_engine_that_stops_does_not_wait_long_for_a_client_that_does_not_read
         list(client.generate(prompt(1, 10), SamplingParams(max_tokens=2000)))
     # Leaving waits for the engine's end, and kills it after 15 s.
     assert client._connection.process is not None and client._connection.process.returncode == 0
+
+
+def test_a_client_that_waits_for_a_stopped_engine_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine_core.blocking_client.WARN_AFTER_S", 0.2)
+    with EngineClient.launch(mock_config(step_ms=2)) as client:
+        stream = client.generate(prompt(1, 10), SamplingParams(max_tokens=200))
+        next(stream)
+        os.kill(client.engine_pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (client.engine_pid, signal.SIGCONT)).start()
+        list(stream)
+    warnings = [record.getMessage() for record in caplog.records if "nothing has come" in record.getMessage()]
+    assert 1 <= len(warnings) <= 4, "ever more rarely"
+    assert f"nothing has come from the engine (pid {client.engine_pid}) for" in warnings[-1]
+
+
+async def test_an_asynchronous_client_that_waits_for_a_stopped_engine_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine_core.async_client.WARN_AFTER_S", 0.2)
+    async with AsyncEngineClient.launch(mock_config(step_ms=2)) as client:
+        call = asyncio.ensure_future(client.utility("is_sleeping"))
+        await call
+        os.kill(client.engine_pid, signal.SIGSTOP)
+        asyncio.get_running_loop().call_later(1.0, os.kill, client.engine_pid, signal.SIGCONT)
+        await client.utility("is_sleeping")
+    warnings = [record.getMessage() for record in caplog.records if "nothing has come" in record.getMessage()]
+    assert 1 <= len(warnings) <= 4
