@@ -48,7 +48,7 @@ def add_arguments(parser: Parser) -> None:
         "--kinds",
         default=",".join(BY_NAME),
         metavar="NAMES",
-        help="faults to choose from, separated by commas",
+        help=f"faults to choose from, separated by commas (default: {', '.join(BY_NAME)})",
     )
     parser.add_argument(
         "--engine-log",
@@ -75,7 +75,12 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     )
     say(f"seed {seed}; the engine's log is {log}")
     reports: list[Report] = []
-    run_until_done(_run(settings, args.faults, args.requests, reports))
+    try:
+        run_until_done(_run(settings, args.faults, args.requests, reports))
+    except KeyboardInterrupt:
+        if args.engine_log is None:
+            log.unlink()
+        raise
     report = reports[0]
     print(msgspec.json.encode(report).decode() if args.json else table(report))
     if report.ok and args.engine_log is None:
