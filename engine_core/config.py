@@ -156,6 +156,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         KVEventsConfig | None,
         Meta(description="where to publish KV events: a JSON object with vLLM's keys (docs/operating.md)"),
     ] = None
+    otlp_traces_endpoint: Annotated[
+        str,
+        Meta(description="OTLP/HTTP address to send spans of requests with trace headers to (default: none)"),
+    ] = ""
     log_stats: Annotated[
         bool, Meta(description="report statistics to the front ends, and log them every ten seconds")
     ] = True

@@ -20,7 +20,7 @@ import numpy as np
 from engine_core.config import ConfigError, EngineConfig
 from engine_core.deadlines import Deadlines
 from engine_core.kv_events import KVEventRecorder
-from engine_core.metrics import EngineMetrics
+from engine_core.metrics import EngineMetrics, Trace
 from engine_core.outputs import StepOutputs, finish_outputs, merge
 from engine_core.protocol import FinishReason, OutputError
 from engine_core.recovery import Recovery, Restart, RestartImpossible
@@ -59,6 +59,7 @@ class EngineCore:
         row: EngineRow | None = None,
         kv_events: KVEventRecorder | None = None,
         collect_metrics: bool = False,
+        trace: Trace | None = None,
     ) -> None:
         """Starts the workers. Raises `ExecutorError`, or `ConfigError` if options do not suit the model.
 
@@ -68,7 +69,7 @@ class EngineCore:
         returns hears of everything that the scheduler is told and decides. `on_restarted` is called from any
         thread when workers have been restarted, or could not be: `step_fn` does not have to wait any more.
         `row` is where to say what the engine does; `kv_events` hears of the prefix cache; `collect_metrics`
-        is for `metrics`, which is None otherwise.
+        is for `metrics`, which is None otherwise, unless requests are to be traced (`EngineMetrics`).
         """
         scheduler_cls = scheduler_class(config)
         self.config = config
@@ -82,8 +83,8 @@ class EngineCore:
         if make_observer is not None:
             scheduler_cls = observed(scheduler_cls, make_observer(self.capacity))
         self.metrics: EngineMetrics | None = None
-        if collect_metrics:
-            self.metrics = EngineMetrics(config.max_num_seqs, self.capacity.max_model_len)
+        if collect_metrics or trace is not None:
+            self.metrics = EngineMetrics(config.max_num_seqs, self.capacity.max_model_len, trace)
         self.scheduler: Scheduler = scheduler_cls(
             config,
             self.capacity.num_gpu_blocks,
@@ -96,7 +97,7 @@ class EngineCore:
         )
         self.row = row
         self.report: SelfReport | None = None
-        if row is not None or collect_metrics:
+        if row is not None or self.metrics is not None:
             self.report = SelfReport(self.scheduler, row, self.metrics, clock)
         self.batch_queue: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self.step_fn = self.step_with_batch_queue if config.async_scheduling else self.step

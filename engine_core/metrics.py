@@ -9,7 +9,7 @@ stops at a stop string is an aborted one.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,8 +75,8 @@ class Histogram:
 
 
 @dataclass(slots=True)
-class _Times:
-    """Of one live request, on the monotonic clock; 0: not yet."""
+class RequestTimes:
+    """Of one request, on the monotonic clock; 0: not yet."""
 
     queued_s: float
     scheduled_s: float = 0.0
@@ -84,10 +84,17 @@ class _Times:
     last_token_s: float = 0.0
 
 
+Trace = Callable[[Request, RequestTimes, float], None]
+
+
 class EngineMetrics:
     """Written by the main loop's thread, read by any."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, trace: Trace | None = None) -> None:
+        """`trace(request, times, now)` is called for each request with trace headers that is over; `now` is Unix
+        time.
+        """
+        self._trace = trace
         tokens = request_tokens_bounds(max_model_len)
         self.finished = dict.fromkeys(FinishReason, 0)
         self.prompt_tokens = Histogram(tokens)  # of finished requests, as what follows
@@ -107,7 +114,7 @@ class EngineMetrics:
         self.step_s = Histogram(STEP_DURATION)
         self.stage_s = [0.0] * len(STAGES)  # in all steps
 
-        self._times: dict[Request, _Times] = {}
+        self._times: dict[Request, RequestTimes] = {}
         self._last_token_s = np.zeros(max_num_seqs)  # by slot
         # The slots of the last call of `tokens`, as bytes, and when it was: their times are not in
         # `_last_token_s` yet. The next call is most likely for the same ones.
@@ -118,7 +125,7 @@ class EngineMetrics:
 
     def queued(self, request: Request, now_s: float) -> None:
         """A request was accepted."""
-        self._times[request] = _Times(now_s)
+        self._times[request] = RequestTimes(now_s)
 
     def scheduled(self, request: Request, now_s: float) -> None:
         """A request entered the batch, for the first time or again; its slot is set."""
@@ -171,6 +178,10 @@ class EngineMetrics:
         """
         self._settle()
         times = self._times.pop(request)
+        if slot is not None:
+            times.last_token_s = float(self._last_token_s[slot])
+        if self._trace is not None and request.trace_headers is not None:
+            self._trace(request, times, now_unix_s)
         assert request.finish_reason is not None
         self.finished[request.finish_reason] += 1
         prompt = request.num_prompt_tokens
@@ -183,7 +194,7 @@ class EngineMetrics:
         self.end_to_end_s.observe(now_unix_s - request.arrival_time)
         if not times.first_token_s:
             return  # there are no phases to tell apart
-        last_token_s = float(self._last_token_s[slot]) if slot is not None else times.last_token_s
+        last_token_s = times.last_token_s
         self.prefill_kv_computed.observe(prompt - request.num_cached_tokens)
         self.queue_s.observe(times.scheduled_s - times.queued_s)
         self.prefill_s.observe(times.first_token_s - times.scheduled_s)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
 
     from engine_core.monitoring import MonitoringServer
+    from engine_core.tracing import RequestTracer
 
 
 class Observation:
@@ -49,6 +50,7 @@ class Observation:
         if config.metrics_port is not None:
             self._open_monitoring(config.metrics_port)
         self.kv_events = self._open_kv_events()
+        self.tracer = self._open_tracer()
 
     def _open_monitoring(self, port: int) -> None:
         if importlib.util.find_spec("prometheus_client") is None:
@@ -80,6 +82,19 @@ class Observation:
         publisher = ZmqEventPublisher(events, self._config.block_size, self._engine_index)
         self._stack.callback(publisher.close)
         return KVEventRecorder(publisher, self._clock)
+
+    def _open_tracer(self) -> RequestTracer | None:
+        endpoint = self._config.otlp_traces_endpoint
+        if not endpoint:
+            return None
+        try:
+            from engine_core.tracing import RequestTracer, otlp_exporter
+        except ImportError as error:
+            reason = f"needs the packages of the extra: pip install 'engine-core[otel]' ({error})"
+            raise ConfigError("otlp_traces_endpoint", endpoint, reason) from error
+        tracer = RequestTracer(otlp_exporter(endpoint), self.row.model, self._engine_index, self._clock)
+        self._stack.callback(tracer.close)
+        return tracer
 
     def engine_made(self, core: EngineCore) -> None:
         """The workers are up."""

@@ -486,6 +486,7 @@ def _start(
         row=observation.row,
         kv_events=observation.kv_events,
         collect_metrics=observation.monitoring is not None,
+        trace=observation.tracer.ended if observation.tracer is not None else None,
     )
     observation.engine_made(core)
     observation.row.phase = "connecting"
