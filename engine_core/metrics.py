@@ -91,8 +91,8 @@ class EngineMetrics:
     """Written by the main loop's thread, read by any."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, trace: Trace | None = None) -> None:
-        """`trace(request, times, now)` is called for each request with trace headers that is over; `now` is Unix
-        time.
+        """`trace(request, times, now)` is called for each request with trace headers that is over; `now` is
+        Unix time.
         """
         self._trace = trace
         tokens = request_tokens_bounds(max_model_len)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -435,3 +438,12 @@ def test_a_server_can_be_closed_twice_or_before_it_serves(site: Site, engine: En
     site.server.close()
     site.server.close()
     MonitoringServer("127.0.0.1", 0, engine.page.view, render_of(engine)).close()
+
+
+def test_the_dashboard_reads_series_that_there_are(engine: Engine) -> None:
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana-dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    queries += [variable["query"] for variable in dashboard["templating"]["list"]]
+    read = {name for query in queries for name in re.findall(r"(?:vllm|engine_core):\w+", query)}
+    assert len(read) > 20
+    assert read <= scrape(engine).keys()
