@@ -47,6 +47,8 @@ def validate_request(
     """
     if not request.request_id:
         raise _refusal("request_id is empty")
+    if math.isnan(request.arrival_time):
+        raise _refusal("arrival_time = nan has no place in the order of arrival")
     _refuse_unsupported(request)
     params = request.sampling_params
     if params is None:
@@ -149,7 +151,7 @@ def _check_lengths(params: SamplingParams, num_prompt_tokens: int, limits: Reque
 
 def _check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
     if not (math.isfinite(params.temperature) and params.temperature >= 0.0):
-        raise _refusal(f"temperature = {params.temperature} must not be negative")
+        raise _refusal(f"temperature = {params.temperature} must be a finite number, not negative")
     if not 0.0 < params.top_p <= 1.0:
         raise _refusal(f"top_p = {params.top_p} must be above 0 and at most 1")
     if params.top_k < -1:
@@ -161,6 +163,9 @@ def _check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         if not math.isfinite(getattr(params, name)):
             raise _refusal(f"{name} = {getattr(params, name)} must be a finite number")
+    # One outside the vocabulary is harmless: some models' files name such a token.
+    if params.eos_token_id is not None and not -(1 << 31) <= params.eos_token_id < 1 << 31:
+        raise _refusal(f"eos_token_id = {params.eos_token_id} is no token id")
     if params.structured_outputs is not None:
         raise _refusal("structured_outputs: structured output is not supported")
     if params.allowed_token_ids is not None:
@@ -169,6 +174,9 @@ def _check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
         _check_ids("allowed_token_ids", params.allowed_token_ids, limits)
     if params.logit_bias:
         _check_ids("logit_bias", list(params.logit_bias), limits)
+        for token, bias in params.logit_bias.items():
+            if math.isnan(bias):
+                raise _refusal(f"logit_bias[{token}] = nan must be a number")
     if params.logprob_token_ids:
         _check_ids("logprob_token_ids", params.logprob_token_ids, limits)
     for words in params.bad_words_token_ids or ():

@@ -46,6 +46,7 @@ def test_prompt_comes_back_as_int32_from_a_list_or_from_bytes() -> None:
         (request((1,) * 9), "9 tokens, but the whole KV cache holds 8"),
         (request(lora_request=LoRARequest("a", 1, "/a")), "adapters are not enabled"),
         (request(request_id=""), "request_id is empty"),
+        (request(arrival_time=float("nan")), "arrival_time = nan"),
         (request(params=None), "sampling_params is missing"),
         (request(params=None, pooling_params=["embed"]), "pooling"),
         (request(mm_features=[["x"]]), "multi-modal"),
@@ -82,6 +83,9 @@ def test_refusal_names_the_field(bad: EngineCoreRequest, message: str) -> None:
         {"allowed_token_ids": []},
         {"allowed_token_ids": [100]},
         {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: float("nan")}},
+        {"eos_token_id": 1 << 31},
+        {"eos_token_id": -(1 << 40)},
         {"logprob_token_ids": [500]},
     ],
 )
@@ -93,6 +97,7 @@ def test_refusal_names_the_sampling_parameter(params: dict[str, Any]) -> None:
 def test_defaults_of_both_front_ends_pass() -> None:
     validate_request(request(params=SamplingParams(top_k=-1, logprobs=-1, min_tokens=0)), LIMITS)
     validate_request(request(params=SamplingParams(max_tokens=None, top_k=0, temperature=0.0)), LIMITS)
+    validate_request(request(params=SamplingParams(eos_token_id=LIMITS.num_token_ids)), LIMITS)
 
 
 def test_prompt_logprobs_of_a_giant_prompt_are_refused() -> None:
