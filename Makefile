@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help demo chat test test-all lint clean
+.PHONY: help demo chat test test-all lint fuzz clean
 
 VENV := .venv
 BIN := $(VENV)/bin
