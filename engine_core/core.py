@@ -192,11 +192,12 @@ class EngineCore:
         if report is None:
             step = self.scheduler.schedule()
             return step, self._submit(step)
-        report.planning()
+        now = report.now
+        begun_s = now()
         step = self.scheduler.schedule()
-        report.planned()
+        planned_s = now()
         future = self._submit(step)
-        report.sent(step.step_id)
+        report.sent(step.step_id, begun_s, planned_s, now())
         return step, future
 
     def _submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
@@ -212,14 +213,13 @@ class EngineCore:
         if self.recovery.is_watching:
             # One rank answers for all, and may be ahead of one that fails at this step.
             self.executor.await_all_ranks()
-        if report is not None:
-            report.answered()
+        answered_s = report.now() if report is not None else 0.0
         if self._take_aborts is not None:
             self.abort_requests(self._take_aborts())
         self._recent_steps.extend(self.scheduler.batch.in_flight[:1])
         outputs = self.scheduler.update_from_output(step, output)
         if report is not None:
-            report.taken_in()
+            report.taken_in(answered_s)
         for client in outputs.values():
             self._num_tokens_made += len(client.requests) + len(client.outputs)
         return outputs

@@ -205,16 +205,26 @@ class EngineMetrics:
 
     # Steps.
 
-    def step(self, num_tokens: int, duration_s: float, stages_s: Sequence[float]) -> None:
-        """A step is over, but for its output. `num_tokens`: sampled, and of prompts whose first token it
-        sampled, those computed. `stages_s` in the order of `STAGES`, without the last.
+    def step(
+        self,
+        num_tokens: int,
+        begun_s: float,
+        planned_s: float,
+        sent_s: float,
+        answered_s: float,
+        taken_in_s: float,
+    ) -> None:
+        """A step is over, but for its output; when each stage of it ended. `num_tokens`: sampled, and of
+        prompts whose first token it sampled, those computed.
         """
         if num_tokens:
             self.iteration_tokens.observe(num_tokens)
-        self.step_s.observe(duration_s)
-        total = self.stage_s
-        for stage, seconds in enumerate(stages_s):
-            total[stage] += seconds
+        self.step_s.observe(taken_in_s - begun_s)
+        stages = self.stage_s
+        stages[0] += planned_s - begun_s
+        stages[1] += sent_s - planned_s
+        stages[2] += answered_s - sent_s
+        stages[3] += taken_in_s - answered_s
 
     def output(self, seconds: float) -> None:
         """It took so long to encode and send what a step has yielded."""

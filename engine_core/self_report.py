@@ -1,7 +1,7 @@
 """What an engine says about itself while it runs: its row of the state page, and the times of its steps.
 
-`EngineCore` tells a `SelfReport` of each stage of a step. The page is written once a turn, before the wait
-for the ranks: that is what somebody sees who looks because it takes too long.
+The page is written before the wait for the ranks, at most once in a millisecond: that is what somebody sees
+who looks because it takes too long.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from engine_core.scheduler.scheduler import Scheduler
 from transport.clock import Clock
 from transport.state_rows import EngineRow
 
+_WRITE_EVERY_S = 0.001
+
 
 class SelfReport:
     """All methods belong to the thread of the step loop."""
@@ -23,52 +25,46 @@ class SelfReport:
         self._scheduler = scheduler
         self._row = row
         self._metrics = metrics
-        self._now = clock.monotonic
+        self.now = clock.monotonic
         self._in_flight: deque[tuple[float, float, float]] = deque()  # begun, planned and sent, oldest first
-        self._begun_s = self._planned_s = self._answered_s = self._taken_in_s = 0.0
+        self._taken_in_s = 0.0  # the step whose outputs are not on their way yet; 0: there is none
+        self._written_s = 0.0
         self._step_id = 0
         self._phase_before = "ready"  # that of a restart
         self._num_tokens = 0  # of all steps; see `EngineMetrics.step`
 
     # A step's stages, in order.
 
-    def planning(self) -> None:
-        self._begun_s = self._now()
-
-    def planned(self) -> None:
-        self._planned_s = self._now()
-
-    def sent(self, step_id: int) -> None:
+    def sent(self, step_id: int, begun_s: float, planned_s: float, now_s: float) -> None:
+        """A step is with the ranks; when its planning began and ended."""
         self._step_id = step_id
-        self._in_flight.append((self._begun_s, self._planned_s, self._now()))
+        self._in_flight.append((begun_s, planned_s, now_s))
 
     def waiting(self) -> None:
         """For the oldest step's answer."""
         if self._row is not None:
-            self._write(self._row, self._in_flight[-1][2])
+            now_s = self._in_flight[-1][2]
+            if now_s - self._written_s >= _WRITE_EVERY_S:
+                self._written_s = now_s
+                self._write(self._row, now_s)
 
-    def answered(self) -> None:
-        self._answered_s = self._now()
-
-    def taken_in(self) -> None:
-        begun, planned, sent = self._in_flight.popleft()
-        self._taken_in_s = now = self._now()
+    def taken_in(self, answered_s: float) -> None:
+        """The oldest step's outcome, which was there at `answered_s`."""
+        begun_s, planned_s, sent_s = self._in_flight.popleft()
         if self._metrics is None:
             return
+        self._taken_in_s = now_s = self.now()
         count = self._scheduler.counters
         num_tokens = count.generation_tokens + count.prompt_tokens - count.cached_tokens
         self._metrics.step(
-            num_tokens - self._num_tokens,
-            now - begun,
-            (planned - begun, sent - planned, self._answered_s - sent, now - self._answered_s),
+            num_tokens - self._num_tokens, begun_s, planned_s, sent_s, answered_s, now_s
         )
         self._num_tokens = num_tokens
 
     def delivered(self) -> None:
         """The outputs of the step taken in last, if there was one since the last call, are on their way."""
-        if self._taken_in_s:
-            if self._metrics is not None:
-                self._metrics.output(self._now() - self._taken_in_s)
+        if self._taken_in_s and self._metrics is not None:
+            self._metrics.output(self.now() - self._taken_in_s)
             self._taken_in_s = 0.0
 
     # The loop.
@@ -76,12 +72,13 @@ class SelfReport:
     def going_idle(self) -> None:
         """The loop is about to wait for work."""
         if self._row is not None:
-            self._write(self._row, self._now())
+            self._write(self._row, self.now())
+            self._written_s = 0.0
             self._row.awake_since_s = 0.0
 
     def awake(self) -> None:
         if self._row is not None:
-            self._row.awake_since_s = self._now()
+            self._row.awake_since_s = self.now()
 
     # Failures.
 
@@ -106,23 +103,23 @@ class SelfReport:
         count, pool = scheduler.counters, scheduler.kv.pool
         deferred = scheduler.num_deferred
         free = pool.num_free
-        row.progress(
-            step_id=self._step_id,
-            last_progress_s=now_s,
-            in_flight=len(self._in_flight),
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting - deferred,
-            deferred=deferred,
-            requests_admitted=count.requests_admitted,
-            requests_finished=count.requests_finished,
-            blocks_free=free,
-            blocks_used=pool.num_blocks - 1 - free,
-            blocks_cached=pool.num_cached,
-            prefix_requests=count.prefix_requests,
-            prefix_queries=count.prefix_queries,
-            prefix_hits=count.prefix_hits,
-            prompt_tokens=count.prompt_tokens,
-            cached_tokens=count.cached_tokens,
-            generation_tokens=count.generation_tokens,
-            preemptions=count.preemptions,
+        row.progress(  # in the order of its parameters: by name it would take half as long again
+            self._step_id,
+            now_s,
+            len(self._in_flight),
+            scheduler.num_running,
+            scheduler.num_waiting - deferred,
+            deferred,
+            count.requests_admitted,
+            count.requests_finished,
+            free,
+            pool.num_blocks - 1 - free,
+            pool.num_cached,
+            count.prefix_requests,
+            count.prefix_queries,
+            count.prefix_hits,
+            count.prompt_tokens,
+            count.cached_tokens,
+            count.generation_tokens,
+            count.preemptions,
         )

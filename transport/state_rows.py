@@ -90,7 +90,6 @@ class EngineRow(ProcessRow):
 
     def progress(
         self,
-        *,
         step_id: int,
         last_progress_s: float,
         in_flight: int,
@@ -111,29 +110,27 @@ class EngineRow(ProcessRow):
         preemptions: int,
     ) -> None:
         """What changes with a step, as one write of about a microsecond."""
-        self.write(
-            _store_progress,
-            _PROGRESS.pack(
-                step_id,
-                last_progress_s,
-                in_flight,
-                running,
-                waiting,
-                deferred,
-                requests_admitted,
-                requests_finished,
-                blocks_free,
-                blocks_used,
-                blocks_cached,
-                prefix_requests,
-                prefix_queries,
-                prefix_hits,
-                prompt_tokens,
-                cached_tokens,
-                generation_tokens,
-                preemptions,
-            ),
+        fields = _PROGRESS.pack(
+            step_id,
+            last_progress_s,
+            in_flight,
+            running,
+            waiting,
+            deferred,
+            requests_admitted,
+            requests_finished,
+            blocks_free,
+            blocks_used,
+            blocks_cached,
+            prefix_requests,
+            prefix_queries,
+            prefix_hits,
+            prompt_tokens,
+            cached_tokens,
+            generation_tokens,
+            preemptions,
         )
+        self.write(_store_progress, fields)
 
 
 _PROGRESS, _PROGRESS_AT = EngineRow.block("step_id", "preemptions")

@@ -354,9 +354,9 @@ def test_gauges_show_the_page_and_counters_the_counters(engine: Engine) -> None:
 def test_histograms_are_cumulative_with_vllms_bounds(engine: Engine) -> None:
     engine.metrics.inter_token_s.observe(0.03, 256)
     engine.metrics.inter_token_s.observe(1000.0)
-    engine.metrics.step(300, 0.02, (0.001, 0.002, 0.01, 0.003))
+    engine.metrics.step(300, 1.0, 1.001, 1.003, 1.013, 1.016)
     engine.metrics.output(0.004)
-    engine.metrics.step(0, 0.02, (0.001, 0.0, 0.0, 0.0))
+    engine.metrics.step(0, 2.0, 2.001, 2.001, 2.001, 2.001)
     samples = scrape(engine)
     buckets = {
         float(dict(labels)["le"]): value
@@ -370,7 +370,7 @@ def test_histograms_are_cumulative_with_vllms_bounds(engine: Engine) -> None:
     assert only(samples["vllm:iteration_tokens_total_sum"]) == 300
     assert only(samples["engine_core:step_duration_seconds_count"]) == 2
     stages = samples["engine_core:step_stage_seconds_total"]
-    assert {dict(labels)["stage"]: value for labels, value in stages.items()} == {
+    assert {dict(labels)["stage"]: round(value, 9) for labels, value in stages.items()} == {
         "schedule": 0.002,
         "broadcast": 0.002,
         "execute": 0.01,

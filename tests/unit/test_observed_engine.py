@@ -12,6 +12,19 @@ from tests.scheduling import CheckedCore, make_request, random_workload
 from transport.state_page import StatePage
 
 
+class SlowClock:
+    """A millisecond passes between two looks."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 0.001
+        return self._now
+
+    time = monotonic
+
+
 class FollowingIndex:
     """A publisher at whose other end an index follows."""
 
@@ -82,7 +95,7 @@ def test_a_page_written_while_steps_are_in_flight_says_how_many() -> None:
     work = random_workload(0, is_async=True)
     config = msgspec.structs.replace(work.config, num_gpu_blocks_override=64, enable_lora=False)
     with StatePage.create(1) as page:
-        checked = CheckedCore(config, check=False, row=page.engine)
+        checked = CheckedCore(config, check=False, row=page.engine, clock=SlowClock())
         checked.core.add_request(make_request("a", [1, 2, 3], checked.scheduler, max_tokens=8))
         for _ in range(3):
             checked.core.step_fn()
