@@ -141,6 +141,10 @@ class Campaign:
         self._check()
 
     @property
+    def engine_pid(self) -> int:
+        return self._client.engine_pid
+
+    @property
     def num_requests(self) -> int:
         """Sent so far."""
         return self._traffic.tally.sent
