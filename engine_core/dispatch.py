@@ -106,6 +106,7 @@ class Dispatcher:
     def abort_client(self, client_index: int) -> int:
         """End the requests of a client that is gone, without outputs; returns how many."""
         self._encoder.forget(client_index)
+        self.client_names.pop(client_index, None)
         self._backlogs.pop(client_index, None)
         return len(self._core.abort_requests(self._requests_of(client_index)))
 
