@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -19,7 +19,8 @@ from engine_core.protocol import Array, FinishReason, OutputError
 from engine_core.scheduler.explain import explain
 from engine_core.scheduler.scheduler import PauseState
 from engine_core.utility import Deferred, UtilityMethods, utility
-from executor.errors import ExecutorError, WorkerTimeout
+from engine_core.weights import Weights
+from executor.errors import WorkerTimeout
 from executor.step import LoRARequest
 
 logger = logging.getLogger("engine_core")
@@ -39,18 +40,6 @@ _PAGE_PAUSE = {
 }
 
 
-class FailedUpdate(NamedTuple):
-    """Of the weights."""
-
-    version: str
-    num_restarts: int  # of the ranks by then
-    was_running: bool  # before it
-
-
-class WeightsUndefined(RuntimeError):
-    """An update of the weights failed: some ranks may have the new ones, some the old ones."""
-
-
 class EngineControl(UtilityMethods):
     """The methods, and the state that they set. All of it belongs to the thread of the step loop.
 
@@ -62,9 +51,8 @@ class EngineControl(UtilityMethods):
         self._core = core
         self._scheduler = core.scheduler
         self._emit = emit
-        self.weight_version = "default"
-        self._weight_status = self._kv_status = "NORMAL"
-        self._failed_update: FailedUpdate | None = None
+        self.weights = Weights(core)
+        self._kv_status = "NORMAL"
         self._rejects_new_requests = False  # paused by a user who does not want them queued
         self._is_draining = False
         self._asleep: set[str] = set()  # of WAKE_TAGS
@@ -75,7 +63,7 @@ class EngineControl(UtilityMethods):
     @property
     def refusal(self) -> OutputError | None:
         """Why new requests are not taken, if so."""
-        if self._weights_are_undefined:
+        if self.weights.are_undefined:
             return _WEIGHTS_FAILED
         if self._is_draining:
             return _DRAINING
@@ -149,7 +137,7 @@ class EngineControl(UtilityMethods):
     @utility
     def resume_scheduler(self) -> None:
         """Go on, and take new requests. Raises `WeightsUndefined` after a failed update of the weights."""
-        self._check_weights()
+        self.weights.check()
         if self._scheduler.pause_state is not PauseState.UNPAUSED or self._is_draining:
             logger.info("resume, asked by %s", self.caller or "the engine")
         self._rejects_new_requests = self._is_draining = False
@@ -186,6 +174,7 @@ class EngineControl(UtilityMethods):
             raise ValueError(f"sleep level {level} is not 0, 1 or 2")
         if level and not self._core.config.enable_sleep_mode:
             raise RuntimeError("sleep mode is off; the engine has to be started with --enable-sleep-mode")
+        self.weights.check()
         paused = self.pause_scheduler(mode, clear_cache=level > 0)
         if level == 0:
             return paused
@@ -200,10 +189,10 @@ class EngineControl(UtilityMethods):
         # Should a rank fail at it, some sleep: `wake_up` is the way back, and says so in the page.
         self._asleep.update(WAKE_TAGS)
         self._sleep_level = level
-        self._weight_status = self._kv_status = "CLEARING"
+        self.weights.status = self._kv_status = "CLEARING"
         self._show()
         self._core.executor.collective_rpc("sleep", args=(level,))
-        self._weight_status = self._kv_status = "CLEARED"
+        self.weights.status = self._kv_status = "CLEARED"
         logger.info("asleep at level %d", level)
 
     @utility
@@ -234,7 +223,7 @@ class EngineControl(UtilityMethods):
             self._core.executor.collective_rpc("wake_up", args=(wanted,))
             self._asleep.difference_update(WAKE_TAGS if wanted is None else wanted)
             if "weights" not in self._asleep:
-                self._weight_status = "NORMAL"
+                self.weights.status = "NORMAL"
             if "kv_cache" not in self._asleep:
                 self._kv_status = "NORMAL"
         if not self._asleep:
@@ -246,12 +235,12 @@ class EngineControl(UtilityMethods):
 
     @utility
     def get_weight_version(self) -> str:
-        return self.weight_version
+        return self.weights.version
 
     @utility
     def set_weight_version(self, weight_version: str) -> None:
         """Name the weights, after an update by `collective_rpc` for example. Outputs are stamped with it."""
-        self.weight_version = weight_version
+        self.weights.version = weight_version
 
     @utility
     def update_weights(
@@ -281,12 +270,13 @@ class EngineControl(UtilityMethods):
         if tensors is not None:
             update["tensors"] = tensors
         was_running = not self.is_scheduler_paused()
-        if self._failed_update is not None:
-            was_running |= self._failed_update.was_running
+        if self.weights.failed is not None:
+            was_running |= self.weights.failed.was_running
         logger.info("update of the weights to version %s, asked by %s", weight_version, self.caller)
 
         def apply() -> None:
-            self._apply_update(weight_version, update, was_running)
+            self.weights.update(weight_version, update, was_running, self._show)
+            self._clear_caches()
             if was_running:
                 self.resume_scheduler()
 
@@ -299,24 +289,6 @@ class EngineControl(UtilityMethods):
         apply()
         return None
 
-    def _apply_update(self, weight_version: str, update: dict[str, Any], was_running: bool) -> None:
-        self._weight_status = "UPDATING"
-        self._show()
-        try:
-            self._core.executor.collective_rpc("update_weights", args=(update,))
-        except ExecutorError as error:
-            self._weight_status = "FAILED"
-            self._failed_update = FailedUpdate(weight_version, self._core.num_restarts, was_running)
-            raise WeightsUndefined(
-                f"{error}; some ranks may have the weights of version {weight_version} and some those of "
-                f"{self.weight_version}, so the engine stays paused: update_weights again, or restore_weights"
-            ) from error
-        self._failed_update = None
-        self.weight_version = weight_version
-        self._clear_caches()
-        self._weight_status = "NORMAL"
-        logger.info("the weights are of version %s", weight_version)
-
     @utility
     def restore_weights(self) -> Deferred:
         """Go back to the last version that was complete: restart the ranks, and repeat the updates that led
@@ -328,36 +300,17 @@ class EngineControl(UtilityMethods):
         if lost is not None:
             raise RuntimeError(f"the ranks cannot be restarted: what {lost} did to them cannot be repeated")
         logger.info("the ranks are restarted to restore the weights, asked by %s", self.caller)
-        failed = self._failed_update
+        failed = self.weights.failed
         self._core.restart_workers()
 
         def restored() -> None:
-            self._check_weights()
+            self.weights.check()
             if failed is not None and failed.was_running:
                 self.resume_scheduler()
 
         deferred = self._after_idle(restored)
         assert deferred is not None  # a restart is work
         return deferred
-
-    @property
-    def _weights_are_undefined(self) -> bool:
-        """After a failed update, unless the ranks were restarted since."""
-        failed = self._failed_update
-        return failed is not None and failed.num_restarts == self._core.num_restarts
-
-    def _check_weights(self) -> None:
-        """Raises WeightsUndefined if they are."""
-        failed = self._failed_update
-        if failed is None:
-            return
-        if self._weights_are_undefined:
-            raise WeightsUndefined(
-                f"the update of the weights to version {failed.version} failed half-way: update_weights "
-                "again, or restore_weights"
-            )
-        self._failed_update = None
-        self._weight_status = "NORMAL"
 
     # Adapters.
 
@@ -545,8 +498,8 @@ class EngineControl(UtilityMethods):
             return
         row.pause = _PAGE_PAUSE[self._scheduler.pause_state]
         row.sleep_level = self._sleep_level
-        row.weight_version = self.weight_version
-        row.weight_status = self._weight_status
+        row.weight_version = self.weights.version
+        row.weight_status = self.weights.status
         row.kv_status = self._kv_status
         row.max_num_seqs = self._scheduler.max_running
         row.max_num_batched_tokens = self._scheduler.budget

@@ -225,7 +225,7 @@ class Dispatcher:
                 self.outbox.append((client_index, frames))
 
     def _encode(self, client_index: int, outputs: ClientOutputs, now: float) -> list[Frame] | None:
-        return self._encoder.outputs(client_index, outputs, now, self.control.weight_version)
+        return self._encoder.outputs(client_index, outputs, now, self.control.weights.version)
 
     def _put(self, client_index: int, frames: list[Frame]) -> None:
         backlog = self._backlogs.get(client_index)

@@ -99,9 +99,9 @@ def test_aborting_a_client_ends_its_requests_alone() -> None:
 
 def test_result_that_cannot_be_sent_is_a_failure() -> None:
     engine = Engine()
-    engine.dispatcher.control.weight_version = object()  # type: ignore[assignment]
+    engine.dispatcher.control.weights.version = object()  # type: ignore[assignment]
     engine.call("get_weight_version")
-    engine.dispatcher.control.weight_version = "default"
+    engine.dispatcher.control.weights.version = "default"
     ((_, answer),) = engine.sent()
     assert answer.utility_output is not None and answer.utility_output.failure_message is not None
     assert "cannot be sent" in answer.utility_output.failure_message
