@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future as RestartFuture
@@ -82,6 +83,8 @@ class MultiprocExecutor(Executor):
     def _replace_group(self, after_s: float) -> None:
         if self._group is not None:
             self._group.stop(graceful=False)
+            self._group = None
+        gc.collect()  # the old group is a knot of references, and an engine's collector is set to run rarely
         self._closing.wait(after_s)
         group = self._make_group(self._capacity.num_gpu_blocks)
         self._answers = Answers(group, self._clock)
