@@ -94,6 +94,11 @@ def progress(snapshot: Snapshot, now_s: float, *, stall_limit_s: float = STALL_L
 def whom(ranks: Sequence[Row], now_s: float) -> str:
     """Which ranks the engine waits for: those that are gone, stopped or busy, with what, for how long."""
     words = []
+    held_up: dict[int, list[int]] = {}  # by the rank that the others wait for in a collective
+    for rank, row in enumerate(ranks):
+        if row.get("waits_for") and row["phase"] == "running":
+            held_up.setdefault(row["waits_for"] - 1, []).append(rank)
+    waiting = [rank for others in held_up.values() for rank in others]
     for rank, row in enumerate(ranks):
         who = f"rank {rank} (pid {row['pid']})"
         if not row["pid"] or not ProcessIdentity(row["pid"], row["start_ticks"]).is_alive():
@@ -102,10 +107,15 @@ def whom(ranks: Sequence[Row], now_s: float) -> str:
         what = f"in {row['method']}" if row["phase"] == "running" else row["phase"]
         if is_stopped(row["pid"]):
             what = f"stopped while {what}"
-        elif row["phase"] == "waiting":
+        elif row["phase"] == "waiting" or rank in waiting:
             continue
-        words.append(f"{who} is {what} for {now_s - row['since_s']:.0f} s")
-    return ", ".join(words) or "all ranks wait for a call"
+        sentence = f"{who} is {what} for {now_s - row['since_s']:.0f} s"
+        if others := held_up.get(rank):
+            sentence += f", and others wait for it: {', '.join(map(str, others))}"
+        words.append(sentence)
+    if not words and waiting:
+        return f"the ranks {', '.join(map(str, waiting))} wait for each other in a collective"
+    return "; ".join(words) or "all ranks wait for a call"
 
 
 def is_stopped(pid: int) -> bool:

@@ -320,7 +320,7 @@ class RankGroup:
         with self._sent_lock:
             while self._sent and self._sent[0].seq <= done_by_all:
                 self._sent.popleft()
-        late: list[tuple[bool, bool, int, Sent, float]] = []
+        late: list[tuple[bool, bool, bool, int, Sent, float]] = []
         for process in self.ranks:
             rank = process.rank
             sent = self._busy_with(rank)
@@ -329,16 +329,17 @@ class RankGroup:
             row = self._page.rank(rank)
             age = now - max(sent.at_s, row.since_s)  # since it could begin, or did
             if age >= sent.limit_s:
-                # A rank that has not begun, or that the kernel keeps from running, holds up those that have.
+                # A rank that has not begun, that the kernel keeps from running, or that waits for no other one
+                # holds up those that have.
                 begun = row.taken >= sent.seq
-                late.append((begun, not process.state(), rank, sent, age))
+                late.append((begun, not process.state(), row.waits_for != 0, rank, sent, age))
             elif age >= self._config.warn_after_s and (rank, sent.seq) not in self._warned:
                 self._warned = {known for known in self._warned if known[1] > done_by_all}
                 self._warned.add((rank, sent.seq))
                 self._warn(process, sent, age)
         if not late:
             return None
-        _, _, rank, sent, age = min(late)
+        _, _, _, rank, sent, age = min(late)
         process = self.ranks[rank]
         return WorkerTimeout(
             rank,
@@ -347,7 +348,7 @@ class RankGroup:
             sent.step_id,
             sent.num_rows,
             age,
-            tuple(other for _, _, other, of, _ in late if of.seq == sent.seq),
+            tuple(other for _, _, _, other, of, _ in late if of.seq == sent.seq),
             process.state(),
             process.dump_stack(),
             self._stderr.tail(rank),

@@ -71,6 +71,7 @@ def main(argv: list[str]) -> int:
         # Longer than the executor waits for a step: it knows better which rank is to blame.
         timeout_s = 1.5 * order.config.execute_timeout_s
         collective = Collective(collective_fds, rank, timeout_s=timeout_s, name="ranks")
+        collective.on_sleep = lambda awaited: RankRow.waits_for.store(row, awaited + 1)
     host = WorkerHost(order.config, rank, order.world_size, collective)
 
     def enter_phase(phase: str) -> None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,6 +137,9 @@ class Collective:
         self._rung = [0] * world_size  # the sleep of each rank that this one last rang for
         self._pidfds: dict[int, int] = {}  # descriptor -> rank
         self._failure: TransportError | None = None
+        # Called with the rank that a call is about to sleep for, and with -1 after it.
+        self.on_sleep: Callable[[int], None] | None = None
+        self._awaited = -1
         self._sleeper = Sleeper(self._doorbells[rank], self._raise_dead, queue=name)
         self._condition = SpinCondition(
             self._words,
@@ -262,6 +265,7 @@ class Collective:
         deadline = self._monotonic() + self._timeout_s
         for r in self._others:
             index = self._lines[r] + field
+            self._awaited = r
             while (seen := words[index]) < least:
                 try:
                     changed = self._condition.wait(index, seen, deadline)
@@ -304,6 +308,10 @@ class Collective:
     def _park(self) -> None:
         self._naps += 1
         self._words[self._line + _PARKED] = self._naps
+        if self.on_sleep is not None:
+            self.on_sleep(self._awaited)
 
     def _unpark(self) -> None:
         self._words[self._line + _PARKED] = 0
+        if self.on_sleep is not None:
+            self.on_sleep(-1)

@@ -146,6 +146,7 @@ class RankRow(ProcessRow):
     # What the executor goes by; atomic, so that it can be read when the rank has died in mid-write.
     taken = Count("", "number of the last message that it began with", atomic=True)
     done = Count("", "number of the last message that it has done, its answer sent", atomic=True)
+    waits_for = Count("", "1 + the rank that it waits for in a collective; 0 while it does not", atomic=True)
 
     error = Text(256)
     method = Text(64, "the call that it runs, or ran last")

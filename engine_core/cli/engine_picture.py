@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _LONG_S = 5.0  # in one call: worth a second look
 _STUCK_S = 30.0
-_LABELS = 42  # columns beside the curves
+_MARGINS = 8  # columns of the frame, and between label, value and curve
 _GOOD, _WARN, _BAD = "green", "yellow", "bold red"
 
 
@@ -29,7 +29,7 @@ def picture(watch: EngineWatch, width: int) -> Panel:
     word = state(watch.snapshot, watch.now_s)
     bad = word in ("dead", "failed", "stuck")
     title = Text.assemble(f"engine {engine['pid']} ", (word, _BAD if bad else _GOOD))
-    parts: list[RenderableType] = [_head(watch), _load(watch), _curves(watch, width - _LABELS)]
+    parts: list[RenderableType] = [_head(watch), _load(watch), _curves(watch, width - _MARGINS)]
     parts += _notices(watch)
     parts.append(_ranks(watch))
     return Panel(Group(*parts), title=title, title_align="left", border_style="red" if bad else "dim")
@@ -77,8 +77,10 @@ def _curves(watch: EngineWatch, width: int) -> Table:
         ("prefix hits", share(watch.hit_rate[-1], 1.0) if watch.hit_rate else "-", watch.hit_rate, 1.0),
     ]
     table = Table.grid(padding=(0, 2))
+    room = width - max(len(label) for label, *_ in lines) - max(len(value) for _, value, *_ in lines)
     for label, value, history, most in lines:
-        table.add_row(label, Text(value, "bold"), Text(sparkline(list(history), width, most), "cyan"))
+        curve = sparkline(list(history), max(room, 1), most)
+        table.add_row(label, Text(value, "bold"), Text(curve, "cyan"))
     return table
 
 
@@ -141,6 +143,8 @@ def _does(row: Mapping[str, Any], now_s: float) -> tuple[str, str]:
         what = f"in {row['method']}"
         if row["method"] == "execute_model":
             what += f" of step {row['step_id']}"
+        if row["waits_for"]:
+            return f"{what}, waits for rank {row['waits_for'] - 1}", "dim"
     for_s = now_s - row["since_s"]
     style = ""
     if row["phase"] == "waiting":

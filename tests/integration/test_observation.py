@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from engine_core.client import EngineClient
 from engine_core.errors import EngineStartError, UtilityError
+from engine_core.health import whom
 from engine_core.kv_events import KVEventsConfig
 from engine_core.lab.decision_replay import DecisionReplay
 from engine_core.lab.record import RecordReader
@@ -18,6 +21,7 @@ from executor.sampling_params import SamplingParams
 from tests.conftest import RunCli
 from tests.engines import engine_process, expected, mock_config, prompt, wait_until
 from tests.vllm_rs import free_port
+from transport.state_page import StatePage
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -81,6 +85,28 @@ def test_everything_on_at_once(tmp_path: Path) -> None:
     replay.run(reader.entries(), None)
     reader.close()
     assert replay.progress.requests == 2
+
+
+def test_the_rank_that_others_wait_for_in_a_collective_is_told_from_them() -> None:
+    config = mock_config(worker_cls="tests.gathering_worker:GatheringWorker", tensor_parallel_size=3)
+    with EngineClient.launch(config) as client:
+        tokens = prompt(2, 20)
+        assert len(list(client.generate(tokens, SamplingParams(max_tokens=5)))) == 5
+        client.collective_rpc("come_late", args=[1, 2.0])
+        client.add_request(tokens, SamplingParams(max_tokens=5))
+        with StatePage.open(client.engine_pid) as page:
+
+            def waits_for() -> list[int]:
+                return [row["waits_for"] - 1 for row in page.snapshot()["ranks"]]
+
+            wait_until(lambda: waits_for() == [1, -1, 1], "ranks 0 and 2 wait for rank 1")
+            reason = whom(page.snapshot()["ranks"], time.monotonic())
+            assert re.fullmatch(
+                r"rank 1 \(pid \d+\) is in execute_model for \d s, and others wait for it: 0, 2", reason
+            )
+            while client.num_live:
+                client.outputs(5.0)
+            wait_until(lambda: waits_for() == [-1, -1, -1], "nobody waits")
 
 
 def test_probes_are_answered_while_the_workers_start() -> None:
