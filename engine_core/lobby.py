@@ -7,10 +7,12 @@ client's sockets itself and hands them over ready for use.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import selectors
 import socket
+import stat
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -283,7 +285,14 @@ def _listen(address: str) -> socket.socket:
 
 
 def _remove_dead_socket(path: str) -> None:
-    """A socket file that nobody listens on any more, from an engine that was killed."""
+    """A socket file that nobody listens on any more, from an engine that was killed. Raises OSError for a
+    file of any other kind, which is somebody's: connecting to it is refused, too.
+    """
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, "there is a file of that name that is no socket")
+    except FileNotFoundError:
+        return
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         probe.connect(path)

@@ -141,6 +141,13 @@ def test_a_port_in_use_is_named(run_cli: RunCli) -> None:
         assert f"127.0.0.1:{port}" in _serve_fails(run_cli, "--listen", f"tcp://127.0.0.1:{port}")
 
 
+def test_a_file_that_is_no_socket_is_left_alone(run_cli: RunCli, tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_text("kept")
+    assert "no socket" in _serve_fails(run_cli, "--listen", f"ipc://{path}")
+    assert path.read_text() == "kept"
+
+
 def test_a_worker_class_that_does_not_exist_is_named(run_cli: RunCli) -> None:
     assert "no_such_module" in _serve_fails(run_cli, "--worker-cls", "no_such_module:Worker")
     assert "NoSuchWorker" in _serve_fails(run_cli, "--worker-cls", "executor.mock_worker:NoSuchWorker")
