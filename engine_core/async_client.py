@@ -359,7 +359,8 @@ class Opening:
 
 
 def _close_unwanted(opening: asyncio.Future[Connection]) -> None:
-    if opening.exception() is None:
+    # Cancelled as well if the loop is ending; what had begun has been interrupted.
+    if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
 
 

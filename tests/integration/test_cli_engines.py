@@ -20,6 +20,7 @@ from engine_core.replay.prefix import unbounded_prefix_hits
 from engine_core.replay.traces import load_trace
 from executor.mock_model import mock_tokens
 from tests.conftest import RunCli
+from tests.engines import children_of, wait_until
 
 SLICE = Path(__file__).parents[1] / "data" / "traces" / "mooncake_conversation_200.jsonl"
 CLI = [sys.executable, "-m", "engine_core.cli"]
@@ -163,6 +164,20 @@ def test_a_worker_that_fails_to_start_is_one_line_for_the_launcher(run_cli: RunC
     assert "no_such_module" in result.stderr and result.stderr.count("\n") == 1
     result = run_cli("generate", 1, "--worker-cls", "no_such_module:Worker", "--debug")
     assert "Traceback" in result.stderr and "resolve_worker_cls" in result.stderr
+
+
+def _descendants(pid: int) -> list[int]:
+    return [found for child in children_of(pid) for found in (child, *_descendants(child))]
+
+
+@pytest.mark.parametrize("command", [("generate", "1"), ("serve",)])
+def test_an_interrupt_while_the_workers_start_is_quiet(command: tuple[str, ...]) -> None:
+    slow = ("-tp", "2", "--worker-cls", "tests.slow_start_worker:SlowStartWorker")
+    with _started(*command, *slow) as process:
+        wait_until(lambda: len(_descendants(process.pid)) >= 2, "a worker")
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "")
+        assert process.returncode == 128 + signal.SIGINT
 
 
 def test_an_address_without_an_engine_is_named(run_cli: RunCli) -> None:
