@@ -20,6 +20,8 @@ from executor.config import ExecutorConfig
 
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+MAX_WAIT_S = 1e6  # what the system calls that wait can take
+MAX_SEQS = 1 << 20  # the batch has columns of this length
 
 
 class ConfigError(ValueError):
@@ -57,7 +59,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             "(default: uni for one rank, mp for more)"
         ),
     ] = None
-    seed: Annotated[int, Meta(description="seed of the workers' random choices")] = 0
+    seed: Annotated[
+        int, Meta(ge=-(1 << 63), le=(1 << 63) - 1, description="seed of the workers' random choices")
+    ] = 0
 
     block_size: Annotated[int, Meta(title="KV cache", ge=1, description="tokens in a KV block")] = 16
     num_gpu_blocks_override: Annotated[
@@ -71,7 +75,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = "sha256"
 
     max_num_seqs: Annotated[
-        int, Meta(title="Scheduler", ge=1, description="requests that run at the same time")
+        int, Meta(title="Scheduler", ge=1, le=MAX_SEQS, description="requests that run at the same time")
     ] = 256
     max_num_active_seqs: Annotated[
         Positive | None,
@@ -188,19 +192,29 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         ),
     ] = 1 << 22
     shutdown_timeout: Annotated[
-        float, Meta(ge=0.0, description="seconds to finish running requests after SIGTERM; 0: abort them")
+        float,
+        Meta(
+            ge=0.0,
+            le=MAX_WAIT_S,
+            description="seconds to finish running requests after SIGTERM; 0: abort them",
+        ),
     ] = 0.0
-    start_timeout_s: Annotated[float, Meta(gt=0.0, description="seconds for each start phase of a rank")] = (
-        600.0
-    )
+    start_timeout_s: Annotated[
+        float, Meta(gt=0.0, le=MAX_WAIT_S, description="seconds for each start phase of a rank")
+    ] = 600.0
     execute_timeout_s: Annotated[
-        float, Meta(gt=0.0, description="seconds for one step, broadcast to answer")
+        float, Meta(gt=0.0, le=MAX_WAIT_S, description="seconds for one step, broadcast to answer")
     ] = 300.0
     warn_after_s: Annotated[
-        float, Meta(gt=0.0, description="seconds after which a wait is logged, with who is waited for")
+        float,
+        Meta(
+            gt=0.0,
+            le=MAX_WAIT_S,
+            description="seconds after which a wait is logged, with who is waited for",
+        ),
     ] = 10.0
     stop_grace_s: Annotated[
-        float, Meta(ge=0.0, description="seconds between SIGTERM and SIGKILL of a rank")
+        float, Meta(ge=0.0, le=MAX_WAIT_S, description="seconds between SIGTERM and SIGKILL of a rank")
     ] = 5.0
 
     def validate(self, max_model_len: int | None = None) -> None:

@@ -32,6 +32,9 @@ def test_defaults_are_valid() -> None:
         ("distributed_executor_backend", "ray"),
         ("worker_cls", "not a class"),
         ("shutdown_timeout", -1.0),
+        ("stop_grace_s", float("inf")),
+        ("seed", 1 << 64),
+        ("max_num_seqs", 10**11),
         ("max_num_queued_reqs", -1),
     ],
 )
