@@ -14,10 +14,11 @@ answered with `mock_model`'s invented distribution.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from executor.batch_state import BatchState
 from executor.block_ledger import BlockLedger
@@ -43,18 +44,22 @@ from executor.step import (
 from executor.worker import ModelInfo, Worker
 
 
+_Time = Annotated[float, Meta(ge=0.0, le=1e9)]  # in the unit of its name
+
+
 class MockOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """`worker_options` of the mock. A step takes the sum of the three times, or longer if computing it
     does."""
 
-    vocab_size: int = DEFAULT_VOCAB_SIZE
-    mock_num_blocks: int = 1 << 19
-    mock_max_model_len: int = 1 << 17
-    mock_step_ms: float = 0.0
-    mock_prefill_us_per_token: float = 0.0
-    mock_decode_us_per_seq: float = 0.0
-    mock_jitter: float = 0.0  # the step's time is multiplied by 1 ± up to this
-    mock_seed: int = 0  # of the jitter
+    vocab_size: Annotated[int, Meta(ge=1, le=1 << 31)] = DEFAULT_VOCAB_SIZE
+    mock_num_blocks: Annotated[int, Meta(ge=2)] = 1 << 19
+    mock_max_model_len: Annotated[int, Meta(ge=1)] = 1 << 17
+    mock_step_ms: _Time = 0.0
+    mock_prefill_us_per_token: _Time = 0.0
+    mock_decode_us_per_seq: _Time = 0.0
+    # The step's time is multiplied by 1 ± up to this.
+    mock_jitter: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    mock_seed: Annotated[int, Meta(ge=0)] = 0  # of the jitter
 
 
 class MockWorker(Worker):

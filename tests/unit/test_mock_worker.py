@@ -287,5 +287,12 @@ def test_options_that_the_mock_does_not_have_are_refused() -> None:
     assert caught.value.phase == "init"
 
 
+@pytest.mark.parametrize("option", [{"vocab_size": 0}, {"mock_step_ms": -1}, {"mock_jitter": 1.5}])
+def test_options_that_make_no_sense_are_refused(option: dict[str, float]) -> None:
+    executor = UniProcExecutor(ExecutorConfig(worker_options=option))
+    with pytest.raises(WorkerStartFailed, match=next(iter(option))):
+        executor.initialize()
+
+
 def test_options_given_as_text_are_read(make: MakeExecutor) -> None:
     assert make({"mock_step_ms": "0.5", "vocab_size": "100"}).initialize().vocab_size == 100
