@@ -259,7 +259,7 @@ class EngineClient(BlockingClient):
 
     @classmethod
     def connect(cls, address: str, *, timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S) -> EngineClient:
-        """Join a running engine at the address of its lobby. Raises `EngineStartError`."""
+        """Join a running engine at the address of its lobby. Raises `EngineUnreachableError`."""
         return cls(Connection.connect(address, timeout_s=timeout_s))
 
     @property

@@ -19,7 +19,7 @@ import zmq
 
 from engine_core import health
 from engine_core.config import EngineConfig
-from engine_core.errors import EngineDeadError, EngineStartError, ProtocolError
+from engine_core.errors import EngineDeadError, EngineStartError, EngineUnreachableError, ProtocolError
 from engine_core.lobby_protocol import (
     VERSION,
     Ended,
@@ -124,11 +124,11 @@ class Connection:
         started: Callable[[Connection], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> Connection:
-        """Join a running engine. Raises `EngineStartError` if there is none or it does not let us in."""
+        """Join a running engine. Raises `EngineUnreachableError` if there is none that lets us in."""
         try:
             stream, target = stream_socket(address)
         except ValueError as error:
-            raise EngineStartError(str(error)) from None
+            raise EngineUnreachableError(str(error)) from None
         connection = cls(stream, None, clock)
         try:
             if started is not None:
@@ -139,10 +139,10 @@ class Connection:
             connection._join(timeout_s)
         except OSError as error:
             connection.close()
-            raise EngineStartError(f"no engine at {address}: {error.strerror or error}") from None
+            raise EngineUnreachableError(f"no engine at {address}: {error.strerror or error}") from None
         except (EngineDeadError, ProtocolError) as error:
             connection.close()
-            raise EngineStartError(_cause(error)) from None
+            raise EngineUnreachableError(f"{address} cannot be joined: {_cause(error)}") from None
         except BaseException:
             connection.close()
             raise

@@ -31,6 +31,14 @@ class EngineStartError(EngineDeadError):
         self.args = (f"the engine did not start: {cause}",)
 
 
+class EngineUnreachableError(EngineStartError):
+    """No engine could be joined at an address. `cause` says where and why."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.args = (cause,)
+
+
 class RequestError(EngineCoreError):
     """One request failed; the engine serves on.
 

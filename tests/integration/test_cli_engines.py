@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +185,17 @@ def test_an_address_without_an_engine_is_named(run_cli: RunCli) -> None:
     result = run_cli("generate", 1, "--connect", "ipc://@engine-core-nowhere")
     assert result.returncode == 1 and result.stdout == ""
     assert "ipc://@engine-core-nowhere" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_an_address_where_somebody_else_listens_is_named(run_cli: RunCli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        closing = threading.Thread(target=lambda: other.accept()[0].close())
+        closing.start()
+        result = run_cli("generate", 1, "--connect", address)
+        closing.join()
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert f"{address} cannot be joined" in result.stderr and "did not start" not in result.stderr
 
 
 def test_a_temporary_directory_may_have_a_long_name(run_cli: RunCli, tmp_path: Path) -> None:
