@@ -6,6 +6,7 @@ the caller starts the engine and connects the data sockets (`sockets.py`).
 
 from __future__ import annotations
 
+import logging
 import threading
 from types import TracebackType
 
@@ -16,7 +17,10 @@ from engine_core.errors import HandshakeError, ProtocolError
 from engine_core.protocol import EngineAddresses, HandshakeMessage, InitMessage
 from engine_core.wire import WireDecoder
 
+logger = logging.getLogger("engine_core")
+
 INIT_TIMEOUT_S = 300.0  # from HELLO to INIT, as vLLM's engine waits
+WARN_AFTER_S = 10.0  # and again as long as nothing comes
 READY_LINGER_MS = 5000
 _init_decoder = WireDecoder(InitMessage)
 
@@ -89,13 +93,22 @@ class FrontEndDialog:
             self._socket.close()
             raise HandshakeError(f"{self._address} cannot be dialled: {error}") from None
 
-    def join(self, timeout_s: float = INIT_TIMEOUT_S) -> InitMessage:
+    def join(self, timeout_s: float = INIT_TIMEOUT_S, warn_after_s: float = WARN_AFTER_S) -> InitMessage:
         """Say HELLO and wait for INIT. The front end may start later than the engine, within the time."""
         self._socket.send(hello(self._front_end))
-        if not self._socket.poll(int(timeout_s * 1000), zmq.POLLIN):
-            raise HandshakeError(
-                f"the front end at {self._address} did not answer HELLO within {timeout_s:g} s; is it "
-                "running, and does it listen there (--data-parallel-address, --data-parallel-rpc-port)?"
+        waited_s = 0.0
+        while not self._socket.poll(int(min(warn_after_s, timeout_s - waited_s) * 1000), zmq.POLLIN):
+            waited_s += warn_after_s
+            if waited_s >= timeout_s:
+                raise HandshakeError(
+                    f"the front end at {self._address} did not answer HELLO within {timeout_s:g} s; is it "
+                    "running, and does it listen there (--data-parallel-address, --data-parallel-rpc-port)?"
+                )
+            logger.warning(
+                "waiting for the front end at %s: no answer to HELLO for %g s, limit %g s",
+                self._address,
+                waited_s,
+                timeout_s,
             )
         return read_init(self._socket.recv_multipart())
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_core.errors import HandshakeError, ProtocolError
-from engine_core.handshake import FrontEnd, hello, identity, read_init, ready
+from engine_core.handshake import FrontEnd, FrontEndDialog, hello, identity, read_init, ready
 from engine_core.lobby_protocol import (
     MAX_MESSAGE_BYTES,
     Ended,
@@ -103,3 +104,15 @@ def test_init_of_both_front_ends_is_read() -> None:
 def test_bad_init_is_a_handshake_error(frames: list[bytes], message: str) -> None:
     with pytest.raises(HandshakeError, match=message):
         read_init(frames)
+
+
+def test_who_waits_for_a_front_end_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        with FrontEndDialog(context, FrontEnd(handshake_address="ipc://@nobody-listens-here")) as dialog:
+            with pytest.raises(HandshakeError, match="nobody-listens-here did not answer HELLO within 0.25 s"):
+                dialog.join(timeout_s=0.25, warn_after_s=0.1)
+    finally:
+        context.term()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "waiting for the front end at ipc://@nobody-listens-here" in caplog.text
