@@ -23,6 +23,7 @@ Frame = bytes | memoryview
 T = TypeVar("T")
 
 RAW_EXT = 3
+PEEK_BYTES = 0x10000 + 8  # an array's head, and the longest string whose length has two bytes
 INLINE_BYTES = 256  # smaller arrays travel inside frame 0, as vLLM does it by default
 
 _TORCH_TO_NUMPY = {
@@ -142,7 +143,7 @@ def decode_array(value: Any, frames: Sequence[Frame]) -> Array:
 
 def peek_request_id(payload: Frame) -> str | None:
     """The leading string of an array whose rest may be rubbish, so that its sender can be answered."""
-    data = bytes(payload[:8192])
+    data = bytes(payload[:PEEK_BYTES])
     start = {0xDC: 3, 0xDD: 5}.get(data[0], 1 if data[0] & 0xF0 == 0x90 else 0) if data else 0
     if start == 0 or len(data) <= start:
         return None

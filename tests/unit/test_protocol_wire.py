@@ -159,6 +159,10 @@ def test_request_id_is_read_from_the_front_of_a_broken_payload(request_id: str, 
     assert peek_request_id(payload[: len(encode(request_id)) + 4] + b"\xc1\xc1") in (request_id, None)
 
 
+def test_a_long_request_id_is_read_too() -> None:
+    assert peek_request_id(encode(["x" * 0xFFFF, "rubbish"])) == "x" * 0xFFFF
+
+
 @given(st.binary(max_size=200))
 def test_rubbish_raises_only_protocol_errors(payload: bytes) -> None:
     peek_request_id(payload)
