@@ -100,16 +100,17 @@ def run(args: argparse.Namespace) -> int:
     if args.peers and os.path.abspath(args.peers) != os.path.abspath(sys.executable):
         return _run_in(args)
     names = [_OURS, *(installed_peers() if args.peers else [])]
+    cases = [case for case in _cases() if args.only in case.title]
+    if not cases:
+        raise ValueError(f"--only {args.only}: no case has that in its name")
     rows = []
-    for case in _cases():
-        if args.only in case.title:
-            row = _measure(case, names, quick=args.quick)
-            rows.append(row)
-            if not args.json:
-                print(
-                    _line(row, names) if len(rows) > 1 else f"{_heading(names)}\n{_line(row, names)}",
-                    flush=True,
-                )
+    for case in cases:
+        row = _measure(case, names, quick=args.quick)
+        rows.append(row)
+        if not args.json:
+            print(
+                _line(row, names) if len(rows) > 1 else f"{_heading(names)}\n{_line(row, names)}", flush=True
+            )
     memory_bytes = _ring_bytes()
     if args.json:
         print(
