@@ -43,7 +43,6 @@ from executor.step import (
 )
 from executor.worker import ModelInfo, Worker
 
-
 _Time = Annotated[float, Meta(ge=0.0, le=1e9)]  # in the unit of its name
 
 
