@@ -524,7 +524,7 @@ def _start(
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
-    signals.serve(inbox.wake)
+    signals.serve(inbox.wake, config.shutdown_timeout + config.stop_grace_s + TEARDOWN_GRACE_S)
     if lobby is not None:
         lobby.open(context, registration, first_client_index=num_clients)
         observation.row.address = lobby.address or ""

@@ -38,6 +38,7 @@ class StopSignals:
         self._wake: Callable[[], None] | None = None
         self._previous = {number: signal.getsignal(number) for number in SIGNALS}
         self._timer: threading.Timer | None = None
+        self._told = threading.Event()  # a signal has come, or none is waited for any more
         self._forced = False
 
     def install(self) -> None:
@@ -45,14 +46,25 @@ class StopSignals:
             signal.signal(number, self._handle)
 
     def restore(self) -> None:
+        self._told.set()
         if self._timer is not None:
             self._timer.cancel()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def serve(self, wake: Callable[[], None]) -> None:
-        """From now on the first signal calls `wake`, from a signal handler."""
+    def serve(self, wake: Callable[[], None], within_s: float) -> None:
+        """From now on the first signal calls `wake`, from a signal handler. If the process runs on for longer
+        than `within_s`, because the loop hangs in a step, it is stopped as by a second signal.
+        """
         self._wake = wake
+        threading.Thread(
+            target=self._force_in_time, args=(within_s,), name="stop-deadline", daemon=True
+        ).start()
+
+    def _force_in_time(self, within_s: float) -> None:
+        self._told.wait()  # no deadline: it is for the case that a signal comes
+        if self.signum is not None:
+            self.force_after(within_s)
 
     @property
     def serving(self) -> bool:
@@ -93,6 +105,7 @@ class StopSignals:
             raise StopNow("stopped by force", self.signum)
         first, self.signum = self.signum is None, self.signum or signum
         if first and self._wake is not None:
+            self._told.set()
             self._wake()
         else:
             raise StopNow(f"stopped by {signal.Signals(signum).name}", self.signum)
