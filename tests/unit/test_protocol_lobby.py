@@ -109,9 +109,11 @@ def test_bad_init_is_a_handshake_error(frames: list[bytes], message: str) -> Non
 def test_who_waits_for_a_front_end_says_so(caplog: pytest.LogCaptureFixture) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        with FrontEndDialog(context, FrontEnd(handshake_address="ipc://@nobody-listens-here")) as dialog:
-            with pytest.raises(HandshakeError, match="nobody-listens-here did not answer HELLO within 0.25 s"):
-                dialog.join(timeout_s=0.25, warn_after_s=0.1)
+        with (
+            FrontEndDialog(context, FrontEnd(handshake_address="ipc://@nobody-listens-here")) as dialog,
+            pytest.raises(HandshakeError, match=r"@nobody-listens-here did not answer HELLO within 0\.25 s"),
+        ):
+            dialog.join(timeout_s=0.25, warn_after_s=0.1)
     finally:
         context.term()
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
