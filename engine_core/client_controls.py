@@ -126,4 +126,4 @@ class ClientControls(ABC):
 
     def stop_profile(self) -> Any:
         """By rank, the file that the profile is in."""
-        return self.utility("profile", False)
+        return self.utility("stop_profile")

@@ -469,11 +469,16 @@ class EngineControl(UtilityMethods):
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
         profiler_kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Start or stop the workers' profilers; what they say about it, by rank."""
+    ) -> None:
+        """Start or stop the workers' profilers; `stop_profile` tells more."""
         if delay_iterations or max_iterations or profiler_kwargs:
             raise ValueError("the workers' profilers take a prefix and nothing else")
-        answers: list[Any] = self._core.executor.collective_rpc("profile", args=(is_start, prefix))
+        self._core.executor.collective_rpc("profile", args=(is_start, prefix))
+
+    @utility
+    def stop_profile(self) -> list[Any]:
+        """Stop the workers' profilers; what each rank says, most likely the file that the profile is in."""
+        answers: list[Any] = self._core.executor.collective_rpc("profile", args=(False,))
         return answers
 
     # Helpers

@@ -144,7 +144,7 @@ class EngineCore:
         for request in overdue:
             count = len(request.output_tokens())
             message = f"not done within deadline_s = {request.deadline_s:g}: it had {count} tokens of output"
-            error = OutputError(DEADLINE_EXCEEDED, message, False)
+            error = OutputError(DEADLINE_EXCEEDED, message, True)  # another engine may have the time
             for client_index, ended in finish_outputs([request], error).items():
                 merge(outputs, client_index, ended)
         return outputs

@@ -140,7 +140,7 @@ def _add_looks(action: AddAction) -> None:
     profile = action(
         "profile",
         "start or stop the workers' profilers; prints the files",
-        lambda args: ("profile", [args.what == "start", args.prefix]),
+        lambda args: ("profile", [True, args.prefix]) if args.what == "start" else ("stop_profile", []),
     )
     profile.add_argument("what", choices=("start", "stop"))
     profile.add_argument("--prefix", metavar="PATH", help="of the files' names")
