@@ -56,9 +56,7 @@ class SelfReport:
         self._taken_in_s = now_s = self.now()
         count = self._scheduler.counters
         num_tokens = count.generation_tokens + count.prompt_tokens - count.cached_tokens
-        self._metrics.step(
-            num_tokens - self._num_tokens, begun_s, planned_s, sent_s, answered_s, now_s
-        )
+        self._metrics.step(num_tokens - self._num_tokens, begun_s, planned_s, sent_s, answered_s, now_s)
         self._num_tokens = num_tokens
 
     def delivered(self) -> None:

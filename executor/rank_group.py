@@ -329,8 +329,8 @@ class RankGroup:
             row = self._page.rank(rank)
             age = now - max(sent.at_s, row.since_s)  # since it could begin, or did
             if age >= sent.limit_s:
-                # A rank that has not begun, that the kernel keeps from running, or that waits for no other one
-                # holds up those that have.
+                # A rank that has not begun, that the kernel keeps from running, or that waits for no other
+                # one holds up those that have.
                 begun = row.taken >= sent.seq
                 late.append((begun, not process.state(), row.waits_for != 0, rank, sent, age))
             elif age >= self._config.warn_after_s and (rank, sent.seq) not in self._warned:

@@ -143,8 +143,8 @@ def _does(row: Mapping[str, Any], now_s: float) -> tuple[str, str]:
         what = f"in {row['method']}"
         if row["method"] == "execute_model":
             what += f" of step {row['step_id']}"
-        if row["waits_for"]:
-            return f"{what}, waits for rank {row['waits_for'] - 1}", "dim"
+        if waits_for := row.get("waits_for"):
+            return f"{what}, waits for rank {waits_for - 1}", "dim"
     for_s = now_s - row["since_s"]
     style = ""
     if row["phase"] == "waiting":
