@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import zmq
+
 from engine_core.errors import EngineCoreError, HandshakeError, ProtocolError
 from engine_core.lobby_protocol import (
     Ended,
@@ -38,6 +40,7 @@ from transport.clock import SYSTEM_CLOCK, Clock
 logger = logging.getLogger("engine_core")
 
 JOIN_TIMEOUT_S = 10.0  # from the greeting to `join`
+ACCEPT_PAUSE_S = 1.0  # after a client could not be let in
 MAX_STREAMS = 1024
 
 
@@ -96,6 +99,7 @@ class Lobby:
         self._context: Context | None = None
         self._next_index = 0
         self._ended = False
+        self._accept_at: float | None = None  # on the monotonic clock; None: whenever somebody comes
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, "wake")
         self._listener = _listen(address) if address is not None else None
@@ -159,9 +163,12 @@ class Lobby:
                 else:
                     self._read(key.data)
             self._drop_late_joiners()
+            self._resume_accepting()
 
     def _seconds_to_deadline(self) -> float | None:
         deadlines = [stream.join_by for stream in self._streams if stream.join_by is not None]
+        if self._accept_at is not None:
+            deadlines.append(self._accept_at)
         return max(0.0, min(deadlines) - self._clock.monotonic()) if deadlines else None
 
     def _drop_late_joiners(self) -> None:
@@ -174,7 +181,10 @@ class Lobby:
         try:
             peer, _ = self._listener.accept()
         except OSError as error:  # the client is gone again, or we are out of descriptors
-            logger.warning("a client could not be let in: %s", error)
+            logger.warning("a client could not be let in: %s", error.strerror or error)
+            # It still waits to be accepted, and would wake us again at once.
+            self._selector.unregister(self._listener)
+            self._accept_at = self._clock.monotonic() + ACCEPT_PAUSE_S
             return
         stream = self._add(peer)
         refusal = _refusal(peer) if len(self._streams) <= MAX_STREAMS else "too many clients"
@@ -183,6 +193,12 @@ class Lobby:
             return
         with self._lock:
             self._greet(stream)
+
+    def _resume_accepting(self) -> None:
+        if self._accept_at is not None and self._accept_at <= self._clock.monotonic():
+            assert self._listener is not None
+            self._accept_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ, "listener")
 
     def _add(self, peer: socket.socket, is_launcher: bool = False) -> _Stream:
         peer.setblocking(False)
@@ -221,7 +237,7 @@ class Lobby:
         try:
             for message in stream.reader.feed(data):
                 self._take(stream, message)
-        except (ProtocolError, HandshakeError) as error:
+        except (ProtocolError, HandshakeError, zmq.ZMQError) as error:  # the last: no more sockets
             self._refuse(stream, str(error))
 
     def _take(self, stream: _Stream, message: Message) -> None:

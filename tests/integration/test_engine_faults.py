@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -205,6 +206,34 @@ def test_lobby_file_of_a_killed_engine_does_not_block_the_next(tmp_path: Path) -
     with engine_process(mock_config(), lobby=f"ipc://{path}") as process:
         assert process.stdout is not None and process.stdout.readline().startswith("serving")
     assert not path.exists()
+
+
+def test_engine_out_of_descriptors_serves_on_and_lets_in_later(request: pytest.FixtureRequest) -> None:
+    address = lobby_name(request)
+    with engine_process(mock_config(), lobby=address) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith("serving")
+        with EngineClient.connect(address) as client:
+            highest = max(int(name) for name in os.listdir(f"/proc/{process.pid}/fd"))
+            soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (highest + 1, hard))
+            streams = []
+            for _ in range(20):
+                stream, target = stream_socket(address)
+                stream.connect(target)
+                streams.append(stream)
+            time.sleep(1.5)
+            tokens = prompt(1, 10)
+            outputs = list(client.generate(tokens, SamplingParams(max_tokens=5)))
+            assert [token for o in outputs for token in o.new_token_ids] == expected(tokens, 5)
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+            for stream in streams:
+                stream.close()
+            with EngineClient.connect(address) as late:
+                assert late.utility("is_sleeping") is False
+        process.terminate()
+        warnings = process.stderr.read().count("Too many open files")
+    assert 1 <= warnings < 20  # not as fast as it can
 
 
 def test_lobby_over_tcp() -> None:
