@@ -113,11 +113,9 @@ class Executor(ABC):
         reply_rank: int | None,
     ) -> Future[Any]: ...
 
+    @abstractmethod
     def await_all_ranks(self) -> None:
-        """Wait until all ranks have done the step whose answer was taken in last. Raises `ExecutorError`.
-
-        A single rank has, when it has answered.
-        """
+        """Wait until all ranks have done the step whose answer was taken in last. Raises `ExecutorError`."""
 
     @abstractmethod
     def check_failed(self) -> None:

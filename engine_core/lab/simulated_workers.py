@@ -86,6 +86,9 @@ class SimulatedWorkers(Executor):
     ) -> Future[Any]:
         raise NotImplementedError(f"simulated workers have no method '{method}'")
 
+    def await_all_ranks(self) -> None:
+        """There are none."""
+
     def check_failed(self) -> None:
         """They never fail."""
 
