@@ -17,7 +17,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from engine_core.cli import add_log_options, run_command
+from engine_core.cli import add_log_options, open_standard_streams, run_command
 from engine_core.cli.parser import Parser
 from engine_core.cli.serve import add_engine_arguments
 from engine_core.cli.serve import run as serve
@@ -28,6 +28,7 @@ _MODULE = ("-m", "vllm.entrypoints.cli.main")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one engine until it is told to stop or its launcher is gone; returns the exit status."""
     launcher = os.getppid()
+    open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if tuple(arguments[:2]) == _MODULE:
         del arguments[:2]

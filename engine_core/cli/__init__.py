@@ -43,6 +43,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit status."""
+    open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in COMMANDS:
         parser = _top_level()
@@ -57,6 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.add_arguments(parser)
     add_log_options(parser, "info" if command == "serve" else "warning")
     return run_command(module.run, parser, parser.parse_args(rest))
+
+
+def open_standard_streams() -> None:
+    """Those that the process was started without go to /dev/null: otherwise its sockets would get their
+    numbers, and what is meant for the terminal would be written to them.
+    """
+    for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+            os.set_inheritable(fd, True)
+            setattr(sys, name, os.fdopen(fd, mode))
 
 
 def run_command(

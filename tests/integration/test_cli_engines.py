@@ -181,6 +181,16 @@ def test_an_interrupt_while_the_workers_start_is_quiet(command: tuple[str, ...])
         assert process.returncode == 128 + signal.SIGINT
 
 
+@pytest.mark.parametrize("closed", ["0", "1", "2", "0 1 2"])
+def test_closed_standard_streams_do_no_harm(closed: str, tmp_path: Path) -> None:
+    redirections = " ".join(f"{fd}>&-" for fd in closed.split())
+    script = f'"{sys.executable}" -m engine_core.cli generate 1 2 -tp 2 --max-tokens 3 {redirections}'
+    result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=30)
+    assert (result.returncode, result.stderr) == (0, "")
+    if "1" not in closed:
+        assert result.stdout.split() == [str(token) for token in _tokens([1, 2], 3)]
+
+
 def test_an_address_without_an_engine_is_named(run_cli: RunCli) -> None:
     result = run_cli("generate", 1, "--connect", "ipc://@engine-core-nowhere")
     assert result.returncode == 1 and result.stdout == ""
