@@ -11,7 +11,7 @@ def say(text: str) -> None:
 
 def describe(error: BaseException) -> str:
     """An exception as one line: the first, where evidence such as a worker's last words follows."""
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
