@@ -7,7 +7,6 @@ import platform
 import resource
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -16,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from engine_core import health
-from transport.processes import SOCKET_PATH_LIMIT, ProcessIdentity, base_dir, find_stale
+from transport.processes import ProcessIdentity
 from transport.state_page import PageLocation
 
 MIN_KERNEL = (5, 3)  # pidfd_open
 MIN_FILES = 1024  # descriptors: some for each rank and each client
 MIN_FREE_MEMORY_BYTES = 256 << 20
 _PACKAGES = ("pyzmq", "msgspec", "numpy", "uvloop")
-_LONGEST_NAME = 32  # of a socket, and of the directory of the process that it belongs to
 _LONG_CALL_S = 10.0
 
 
@@ -46,7 +44,6 @@ def examine_host() -> Iterator[Finding]:
     yield _files_limit()
     yield _memory()
     yield _shared_memory()
-    yield from _directories()
 
 
 def _kernel() -> Finding:
@@ -111,23 +108,6 @@ def _shared_memory() -> Finding:
     return Finding(
         Level.GOOD, f"/dev/shm has {free / 2**30:.1f} GiB free, and nothing of engine-core was left in it"
     )
-
-
-def _directories() -> Iterator[Finding]:
-    base = base_dir()  # a TransportError says what is wrong with it
-    longest = len(os.fsencode(base)) + 2 * (1 + _LONGEST_NAME)
-    if longest > SOCKET_PATH_LIMIT:
-        yield Finding(
-            Level.BAD,
-            f"{tempfile.gettempdir()} is too long a path for unix sockets, which the kernel limits to "
-            f"{SOCKET_PATH_LIMIT} bytes: set TMPDIR to a shorter one",
-        )
-    stale = find_stale()
-    if stale:
-        names = ", ".join(path.name for path in stale)
-        yield Finding(Level.ODD, f"{base} holds what dead processes left: {names}; the next start removes it")
-    else:
-        yield Finding(Level.GOOD, f"{base} is private, and nothing is left over in it")
 
 
 def examine_engine(
