@@ -38,6 +38,7 @@ from engine_core.lobby_protocol import (
 from engine_core.protocol import ReadyResponse
 from engine_core.sockets import Context, Socket
 from engine_core.wire import Frame
+from engine_core.zmq_monitor import monitor_of
 from transport.clock import SYSTEM_CLOCK, Clock
 from transport.state_page import StatePage, StatePageError
 
@@ -202,7 +203,7 @@ class Connection:
         deadline = self._clock.monotonic() + JOIN_TIMEOUT_S
         self.requests = self._bind(zmq.ROUTER)
         self.outputs = self._bind(zmq.PULL)
-        monitor = self.outputs.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        monitor = monitor_of(self.outputs, zmq.EVENT_HANDSHAKE_SUCCEEDED)
         addresses = [
             sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") for sock in (self.requests, self.outputs)
         ]

@@ -17,7 +17,14 @@ import zmq
 from engine_core.errors import HandshakeError
 from engine_core.handshake import FrontEnd, FrontEndDialog
 from engine_core.protocol import EngineAddresses, ReadyResponse
-from engine_core.sockets import ClientSockets, Context, CoordinatorSockets, connect_client, connect_front_end
+from engine_core.sockets import (
+    ClientSockets,
+    Context,
+    CoordinatorSockets,
+    connect_front_end,
+    connect_output,
+    encode_registration,
+)
 
 logger = logging.getLogger("engine_core")
 
@@ -29,7 +36,7 @@ _SLICE_S = 0.25  # how soon a thread that waits notices that it is not needed an
 class FrontEndJoined:
     """A front end has come back, with new addresses."""
 
-    clients: list[ClientSockets]
+    clients: list[ClientSockets]  # to replace those that there are; empty: these will do
     coordinator: CoordinatorSockets | None
 
 
@@ -60,19 +67,13 @@ class FrontEndLink:
             self._context, self._addresses, self._front_end, self._register(self._addresses)
         )
 
-    def reconnect(self, gone: ClientSockets) -> ClientSockets:
-        """Sockets for whoever takes the place of a client that is gone."""
-        i = gone.client_index
-        return connect_client(
-            self._context,
-            self._addresses.inputs[i],
-            self._addresses.outputs[i],
-            self._register(self._addresses),
-            client_index=i,
-            name=gone.name,
-            group=gone.group,
-            watch=True,
-        )
+    def renew_output(self, client: ClientSockets) -> None:
+        """For whoever takes the place of a client that is gone: nothing of the old one's outputs."""
+        client.replace_output(connect_output(self._context, self._addresses.outputs[client.client_index]))
+
+    def introduce(self, client: ClientSockets) -> None:
+        """Somebody has taken the place of a client that was gone: say what the engine is."""
+        client.input.send(encode_registration(self._register(self._addresses)))
 
     def redial(self) -> None:
         """Ask for a handshake, if this front end is one for that and none is under way."""
@@ -92,7 +93,7 @@ class FrontEndLink:
         while not self._closing.is_set():
             try:
                 joined = self._try_to_join()
-            except HandshakeError as error:
+            except (HandshakeError, zmq.ZMQError) as error:
                 logger.warning("the front end cannot be joined again: %s", error)
                 self._closing.wait(_RETRY_S)
                 continue
@@ -101,12 +102,15 @@ class FrontEndLink:
                 return
 
     def _try_to_join(self) -> FrontEndJoined | None:
-        """One handshake; None if it was cut short by either side. Raises HandshakeError."""
+        """One handshake; None if the link is closed meanwhile. Raises HandshakeError."""
         with FrontEndDialog(self._context, self._front_end) as dialog:
             init = dialog.join_whenever(self._closing, _SLICE_S)
             if init is None:
                 return None
             addresses = init.addresses
+            if addresses == self._addresses:  # the sockets that there are find it by themselves
+                dialog.announce_ready()
+                return FrontEndJoined([], None)
             if len(addresses.inputs) != len(self._addresses.inputs):
                 raise HandshakeError(
                     f"it has {len(addresses.inputs)} API servers, it had {len(self._addresses.inputs)}"

@@ -16,6 +16,7 @@ import zmq
 from engine_core.errors import HandshakeError, ProtocolError
 from engine_core.protocol import EngineAddresses, HandshakeMessage, InitMessage
 from engine_core.wire import WireDecoder
+from engine_core.zmq_monitor import events_of, monitor_of
 
 logger = logging.getLogger("engine_core")
 
@@ -87,10 +88,11 @@ class FrontEndDialog:
         self._socket.setsockopt(zmq.IDENTITY, identity(front_end.engine_index))
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
+        self._monitor = monitor_of(self._socket, zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             self._socket.connect(self._address)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self.close()
             raise HandshakeError(f"{self._address} cannot be dialled: {error}") from None
 
     def join(self, timeout_s: float = INIT_TIMEOUT_S, warn_after_s: float = WARN_AFTER_S) -> InitMessage:
@@ -113,21 +115,18 @@ class FrontEndDialog:
         return read_init(self._socket.recv_multipart())
 
     def join_whenever(self, give_up: threading.Event, slice_s: float) -> InitMessage | None:
-        """As `join`, for as long as it takes. None if told to give up, or if the front end went away after
-        HELLO: whoever comes next has not heard it. Raises `HandshakeError`.
+        """As `join`, for as long as it takes; None if told to give up. Raises `HandshakeError`.
+
+        HELLO is said to everybody who answers the phone: one front end may take the place of another that has
+        heard it and died. The socket stays the same: with a second one of the same identity, a front end that
+        the first has found already would not talk.
         """
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        try:
-            self._socket.send(hello(self._front_end))
-            while not give_up.is_set():
-                if self._socket.poll(int(slice_s * 1000), zmq.POLLIN):
-                    return read_init(self._socket.recv_multipart())
-                if monitor.poll(0):
-                    return None
-            return None
-        finally:
-            self._socket.disable_monitor()
-            monitor.close(0)
+        while not give_up.is_set():
+            for _ in events_of(self._monitor):
+                self._socket.send(hello(self._front_end))
+            if self._socket.poll(int(slice_s * 1000), zmq.POLLIN):
+                return read_init(self._socket.recv_multipart())
+        return None
 
     def announce_ready(self) -> None:
         """The engine serves. The socket may be closed afterwards: the message still goes out."""
@@ -135,6 +134,10 @@ class FrontEndDialog:
         self._socket.send(ready(self._front_end))
 
     def close(self) -> None:
+        """Idempotent."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close()
 
     def __enter__(self) -> FrontEndDialog:

@@ -34,8 +34,9 @@ from engine_core.lab.recorder import DecisionRecorder, start_recorder
 from engine_core.lobby import ClientJoined, ClientLeft, Event, Lobby, StopAsked
 from engine_core.observation import Observation
 from engine_core.protocol import EngineAddresses, ReadyResponse
-from engine_core.sockets import ClientSockets, Context, CoordinatorSockets, Socket
+from engine_core.sockets import OUTPUT_LINGER_MS, ClientSockets, Context, CoordinatorSockets, Socket
 from engine_core.stopping import StopNow, StopSignals
+from engine_core.zmq_monitor import events_of
 from executor.base import EngineCapacity, make_executor
 from executor.errors import ExecutorError
 from transport.clock import SYSTEM_CLOCK, Clock
@@ -169,7 +170,7 @@ class EngineCoreProc:
 
     def close(self) -> None:
         for client in self._clients.values():
-            client.close()
+            client.close(0 if client.is_lost else OUTPUT_LINGER_MS)
         if self._coordinator is not None:
             self._coordinator.close()
 
@@ -184,7 +185,7 @@ class EngineCoreProc:
             elif source in self._slow:
                 self._catch_up(self._slow[source])
             elif source in self._by_monitor:
-                self._take_loss(self._by_monitor[source])
+                self._take_connection_events(self._by_monitor[source])
             elif self._coordinator is not None:
                 self._coordinator.discard_input()
 
@@ -234,16 +235,28 @@ class EngineCoreProc:
         aborted = self._dispatcher.abort_client(client_index)
         logger.info("%s left; %d of its requests were aborted", client.name, aborted)
 
-    def _take_loss(self, client: ClientSockets) -> None:
-        """The connection to an API server of the front end is lost: most likely the front end has died."""
-        if self._front_end is None or not client.is_lost():
+    def _take_connection_events(self, client: ClientSockets) -> None:
+        """Of the connection to an API server of the front end."""
+        assert client.monitor is not None and self._front_end is not None
+        for event in events_of(client.monitor):
+            if event == zmq.EVENT_DISCONNECTED:
+                self._lose(client, self._front_end)
+            elif client.is_lost:
+                client.is_lost = False
+                self._front_end.introduce(client)
+                logger.info("%s is there again", client.name)
+
+    def _lose(self, client: ClientSockets, front_end: FrontEndLink) -> None:
+        """The connection is lost: most likely the front end has died."""
+        if client.is_lost:
             return
-        self._disconnect(client)
-        self.add_client(self._front_end.reconnect(client))
+        client.is_lost = True
+        self._drop_unread(client)
+        front_end.renew_output(client)
         # If it is there still, it learns what became of its requests.
         aborted = self._dispatcher.tell_aborted(client.client_index)
         logger.warning("%s is gone; %d of its requests were aborted", client.name, aborted)
-        self._front_end.redial()
+        front_end.redial()
 
     def _replace_front_end(self, joined: FrontEndJoined) -> None:
         for client in joined.clients:
@@ -257,17 +270,23 @@ class EngineCoreProc:
             self.set_coordinator(joined.coordinator)
 
     def _disconnect(self, client: ClientSockets) -> None:
+        self._drop_unread(client)
         del self._clients[client.client_index]
         del self._by_input[client.input]
+        if client.input in self._poller:
+            self._poller.unregister(client.input)
         if client.monitor is not None:
             del self._by_monitor[client.monitor]
             self._poller.unregister(client.monitor)
-        if client.input in self._poller:
-            self._poller.unregister(client.input)
+        client.close(linger_ms=0)
+
+    def _drop_unread(self, client: ClientSockets) -> None:
+        """What came from it, and what it did not read."""
+        self._unread = deque(item for item in self._unread if item[0] is not client)
         if self._slow.pop(client.output, None) is not None:
             self._poller.unregister(client.output)
-        self._unread = deque(item for item in self._unread if item[0] is not client)
-        client.close(linger_ms=0)
+            if client.input not in self._poller:
+                self._poller.register(client.input, zmq.POLLIN)
 
     # Output
 

@@ -12,18 +12,19 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from engine_core.errors import HandshakeError
 from engine_core.handshake import FrontEnd, identity
 from engine_core.protocol import COORDINATOR_READY, ENGINE_CORE_DEAD, EngineAddresses, ReadyResponse
 from engine_core.wire import Frame
+from engine_core.zmq_monitor import monitor_of
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 MAX_FRAME_BYTES = 1 << 30  # ZMQ cuts the connection rather than take in a longer one
 MAX_UNSENT = 256  # messages that ZMQ keeps for a client that does not read; then it is a slow one
+CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 OUTPUT_LINGER_MS = 4000  # last outputs still go out when the engine ends, as vLLM's do
 
 
@@ -37,7 +38,8 @@ class ClientSockets:
     output: Socket
     # Client indices of the same front end, of which a request's `client_index` is a position.
     group: range
-    monitor: Socket | None = None  # says when the connection of `input` is lost
+    monitor: Socket | None = None  # of `input`: says when its connection is lost, and when it is there again
+    is_lost: bool = False
     unsent: deque[Sequence[Frame]] = field(default_factory=deque)  # ZMQ's queue for it was full
 
     def send(self, frames: Sequence[Frame]) -> None:
@@ -62,14 +64,13 @@ class ClientSockets:
     def send_dead(self) -> None:
         self.send([ENGINE_CORE_DEAD])
 
-    def is_lost(self) -> bool:
-        """Whether the connection has been lost since the last call."""
-        assert self.monitor is not None
-        lost = False
-        while self.monitor.poll(0):
-            recv_monitor_message(self.monitor)  # it is about nothing else
-            lost = True
-        return lost
+    def replace_output(self, output: Socket) -> None:
+        """Drop what waits to be sent, and what has come and was not read."""
+        self.output.close(0)
+        self.output = output
+        self.unsent.clear()
+        while self.input.poll(0, zmq.POLLIN):
+            self.input.recv_multipart()
 
     def close(self, linger_ms: int = OUTPUT_LINGER_MS) -> None:
         if self.monitor is not None:
@@ -96,15 +97,25 @@ def connect_client(
     """
     engine_identity = identity(registration.data_parallel_rank)
     input_socket = _connect(context, zmq.DEALER, input_address, engine_identity)
-    monitor = input_socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) if watch else None
+    monitor = monitor_of(input_socket, CONNECTION_EVENTS) if watch else None
     try:
-        output_socket = _connect(context, zmq.PUSH, output_address, max_unsent=MAX_UNSENT)
+        output_socket = connect_output(context, output_address)
     except HandshakeError:
         input_socket.close(0)
         raise
-    input_socket.send(msgspec.msgpack.encode(registration))
+    input_socket.send(encode_registration(registration))
     group = range(client_index, client_index + 1) if group is None else group
     return ClientSockets(client_index, name, input_socket, output_socket, group, monitor)
+
+
+def encode_registration(registration: ReadyResponse) -> bytes:
+    """The first message on an input socket."""
+    return msgspec.msgpack.encode(registration)
+
+
+def connect_output(context: Context, address: str) -> Socket:
+    """Raises `HandshakeError`."""
+    return _connect(context, zmq.PUSH, address, max_unsent=MAX_UNSENT)
 
 
 def connect_front_end(

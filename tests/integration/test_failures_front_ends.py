@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
+import pytest
 import zmq
 
 from engine_core.client import EngineClient
@@ -21,7 +24,24 @@ from tests.fake_frontend import FakeFrontEnd
 LONG = {"max_tokens": 4000}
 
 
-class Successor(FakeFrontEnd):
+class FrontEndProcess(FakeFrontEnd):
+    """One that is closed when its test ends, however that ends."""
+
+    made: ClassVar[list[FakeFrontEnd]] = []
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.made.append(self)
+
+
+@pytest.fixture(autouse=True)
+def _close_front_ends() -> Iterator[None]:
+    yield
+    while FrontEndProcess.made:
+        FrontEndProcess.made.pop().close()
+
+
+class Successor(FrontEndProcess):
     """Listens where another one did: at its data addresses as well, or only for its handshake."""
 
     def __init__(self, before: FakeFrontEnd, *, same_data_addresses: bool) -> None:
@@ -66,7 +86,7 @@ def nothing_runs(client: EngineClient) -> bool:
 
 
 def test_front_end_that_dies_has_its_requests_aborted_and_others_are_not_disturbed(tmp_path: Path) -> None:
-    front_end = FakeFrontEnd()
+    front_end = FrontEndProcess()
     addresses = msgspec.convert(front_end.addresses, EngineAddresses)
     lobby = f"ipc://{tmp_path}/lobby"
     with engine_process(mock_config(step_ms=1), FrontEnd(addresses=addresses), lobby) as process:
@@ -83,7 +103,7 @@ def test_front_end_that_dies_has_its_requests_aborted_and_others_are_not_disturb
 
 
 def test_front_end_that_comes_back_at_the_same_addresses_is_served() -> None:
-    front_end = FakeFrontEnd(num_servers=2)
+    front_end = FrontEndProcess(num_servers=2)
     addresses = msgspec.convert(front_end.addresses, EngineAddresses)
     with engine_process(mock_config(step_ms=1), FrontEnd(addresses=addresses)):
         front_end.read_registrations()
@@ -93,11 +113,10 @@ def test_front_end_that_comes_back_at_the_same_addresses_is_served() -> None:
             front_end.read_registrations()
             # An output of an unknown request is nothing to a front end.
             assert serves(front_end)
-        front_end.close()
 
 
 def test_front_end_that_comes_back_at_other_addresses_shakes_hands_and_is_served() -> None:
-    front_end = FakeFrontEnd()
+    front_end = FrontEndProcess()
     with engine_process(mock_config(step_ms=1), FrontEnd(handshake_address=front_end.handshake_address)):
         front_end.shake_hands()
         for _ in range(3):
@@ -105,11 +124,10 @@ def test_front_end_that_comes_back_at_other_addresses_shakes_hands_and_is_served
             front_end = Successor(front_end, same_data_addresses=False)
             front_end.shake_hands()
             assert serves(front_end)
-        front_end.close()
 
 
 def test_front_end_that_dies_in_the_middle_of_its_second_handshake_is_awaited_again() -> None:
-    front_end = FakeFrontEnd()
+    front_end = FrontEndProcess()
     with engine_process(mock_config(), FrontEnd(handshake_address=front_end.handshake_address)):
         front_end.shake_hands()
         run_into_death(front_end)
@@ -119,11 +137,10 @@ def test_front_end_that_dies_in_the_middle_of_its_second_handshake_is_awaited_ag
         front_end = Successor(front_end, same_data_addresses=False)
         front_end.shake_hands()
         assert serves(front_end)
-        front_end.close()
 
 
 def test_engine_without_its_front_end_stops_when_told() -> None:
-    front_end = FakeFrontEnd()
+    front_end = FrontEndProcess()
     spec = FrontEnd(handshake_address=front_end.handshake_address)
     with engine_process(mock_config(), spec) as process:
         front_end.shake_hands()
