@@ -8,7 +8,9 @@ stops at a stop string is an aborted one.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +40,8 @@ STEP_DURATION = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
     *(5.0, 10.0, 30.0, 60.0),
 )
+
+_STEPS_AT_ONCE = 256
 
 STAGES = ("schedule", "broadcast", "execute", "update", "output")
 
@@ -116,10 +120,11 @@ class EngineMetrics:
 
         self._times: dict[Request, RequestTimes] = {}
         self._last_token_s = np.zeros(max_num_seqs)  # by slot
-        # The slots of the last call of `tokens`, as bytes, and when it was: their times are not in
-        # `_last_token_s` yet. The next call is most likely for the same ones.
-        self._together = b""
+        # The slots of the last call of `tokens`, and when it was: their times are not in `_last_token_s` yet.
+        self._together: Int32s | None = None
         self._together_s = 0.0
+        self._steps: deque[tuple[float, ...]] = deque()  # arguments of `step`, not in the histograms yet
+        self._folding = threading.Lock()
 
     # The life of a request. Times are the engine's monotonic clock, in seconds.
 
@@ -152,19 +157,26 @@ class EngineMetrics:
         count = len(slots)
         if not count:
             return
-        together = slots.tobytes()
-        if together == self._together:
-            self.inter_token_s.observe(now_s - self._together_s, count)
-        else:
-            self._settle()
-            self.inter_token_s.observe_all(now_s - self._last_token_s[slots])
-            self._together = together
+        self._settle()
+        self.inter_token_s.observe_all(now_s - self._last_token_s[slots])
+        self._together = slots.copy()
         self._together_s = now_s
 
+    def tokens_again(self, now_s: float) -> bool:
+        """The same requests as in the last call of `tokens` have one more token each. False, and nothing is
+        done, if that call cannot be repeated.
+        """
+        together = self._together
+        if together is None:
+            return False
+        self.inter_token_s.observe(now_s - self._together_s, len(together))
+        self._together_s = now_s
+        return True
+
     def _settle(self) -> None:
-        if self._together:
-            self._last_token_s[np.frombuffer(self._together, np.int32)] = self._together_s
-            self._together = b""
+        if self._together is not None:
+            self._last_token_s[self._together] = self._together_s
+            self._together = None
 
     def stale_token(self, request: Request, now_s: float) -> None:
         """A request that is not in the batch has one more token, not its first."""
@@ -217,14 +229,22 @@ class EngineMetrics:
         """A step is over, but for its output; when each stage of it ended. `num_tokens`: sampled, and of
         prompts whose first token it sampled, those computed.
         """
-        if num_tokens:
-            self.iteration_tokens.observe(num_tokens)
-        self.step_s.observe(taken_in_s - begun_s)
-        stages = self.stage_s
-        stages[0] += planned_s - begun_s
-        stages[1] += sent_s - planned_s
-        stages[2] += answered_s - sent_s
-        stages[3] += taken_in_s - answered_s
+        self._steps.append((num_tokens, begun_s, planned_s, sent_s, answered_s, taken_in_s))
+        if len(self._steps) >= _STEPS_AT_ONCE:
+            self.fold_steps()
+
+    def fold_steps(self) -> None:
+        """Bring what is told of steps up to date; from any thread."""
+        with self._folding:
+            steps = [self._steps.popleft() for _ in range(len(self._steps))]
+            if not steps:
+                return
+            table = np.array(steps)
+            num_tokens, times = table[:, 0], table[:, 1:]
+            self.iteration_tokens.observe_all(num_tokens[num_tokens > 0])
+            self.step_s.observe_all(times[:, -1] - times[:, 0])
+            for stage, seconds in enumerate(np.diff(times).sum(axis=0).tolist()):
+                self.stage_s[stage] += seconds
 
     def output(self, seconds: float) -> None:
         """It took so long to encode and send what a step has yielded."""

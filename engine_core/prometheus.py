@@ -58,6 +58,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         snapshot = self._page.snapshot()
+        self._metrics.fold_steps()
         yield from self._state(snapshot["engine"])
         yield from self._totals()
         yield from self._requests()

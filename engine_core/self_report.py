@@ -1,6 +1,6 @@
 """What an engine says about itself while it runs: its row of the state page, and the times of its steps.
 
-The page is written before the wait for the ranks, at most once in a millisecond: that is what somebody sees
+The page is written before the wait for the ranks, at most every two milliseconds: that is what somebody sees
 who looks because it takes too long.
 """
 
@@ -13,7 +13,7 @@ from engine_core.scheduler.scheduler import Scheduler
 from transport.clock import Clock
 from transport.state_rows import EngineRow
 
-_WRITE_EVERY_S = 0.001
+_WRITE_EVERY_S = 0.002
 
 
 class SelfReport:

@@ -55,6 +55,7 @@ class Intake:
         self._clock = clock
         self._counters = counters
         self._metrics = metrics
+        self._timed: tuple[int, int] | None = None
 
     def take_in(self, record: InFlightStep, output: ModelRunnerOutput, collector: OutputCollector) -> None:
         """Raises ValueError if `output` does not have a row for each of the step's, or if a row sampled that
@@ -127,8 +128,12 @@ class Intake:
             rare |= batch.may_stop(tokens)
         (rare_indices,) = rare.nonzero()
         if self._metrics is not None:
-            once = rare_indices[c.care[rows][rare_indices] & ONCE != 0] if len(rare_indices) else rare_indices
-            self._time_tokens(self._metrics, requests, c.slot[rows], once)
+            # Most likely the same requests as last time; then their slots need not be looked at.
+            which = (batch.version, len(requests)) if lines is None and not len(rare_indices) else None
+            if which is None or which != self._timed or not self._metrics.tokens_again(self._clock.monotonic()):
+                once = rare_indices[c.care[rows][rare_indices] & ONCE != 0]
+                self._time_tokens(self._metrics, requests, c.slot[rows], once)
+                self._timed = which
         if len(rare_indices):
             care = c.care[rows][rare_indices]
             limits = c.limit[rows][rare_indices].tolist()

@@ -100,6 +100,7 @@ class RunningBatch:
     def __init__(self, max_num_seqs: int, block_size: int) -> None:
         self.block_size = block_size
         self.requests: list[Request] = []
+        self.version = 0  # grows when a request joins or leaves
         self.table = np.zeros((len(Columns._fields), max_num_seqs), np.int32)
         # By slot: the known tokens of the last, partial block; position p is at p % block_size.
         self.tail = np.zeros((max_num_seqs, block_size), np.int32)
@@ -124,6 +125,7 @@ class RunningBatch:
 
     def add(self, request: Request, computed: int, limit: int, next_name: int, care: int) -> None:
         """Append a row for a request whose tokens are all in the request."""
+        self.version += 1
         known = request.num_known_tokens
         slot = self._free_slots.pop()
         request.slot = slot
@@ -201,6 +203,7 @@ class RunningBatch:
 
         Blocks, status and queues are the caller's business.
         """
+        self.version += 1
         count = len(self.requests)
         for row, known in zip(rows, self.table[KNOWN, rows].tolist(), strict=True):
             request = self.requests[row]

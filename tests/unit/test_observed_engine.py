@@ -13,13 +13,13 @@ from transport.state_page import StatePage
 
 
 class SlowClock:
-    """A millisecond passes between two looks."""
+    """Two milliseconds pass between two looks."""
 
     def __init__(self) -> None:
         self._now = 0.0
 
     def monotonic(self) -> float:
-        self._now += 0.001
+        self._now += 0.002
         return self._now
 
     time = monotonic
@@ -74,6 +74,7 @@ def test_events_page_and_metrics_agree_with_the_engine(seed: int) -> None:
 
         assert core.report is not None and core.metrics is not None
         core.report.going_idle()
+        core.metrics.fold_steps()
         row, count, metrics = page.snapshot()["engine"], scheduler.counters, core.metrics
         assert (row["running"], row["waiting"], row["deferred"], row["blocks_used"]) == (0, 0, 0, 0)
         assert row["requests_admitted"] == row["requests_finished"] == len(checked.requests)
