@@ -130,7 +130,8 @@ class Intake:
         if self._metrics is not None:
             # Most likely the same requests as last time; then their slots need not be looked at.
             which = (batch.version, len(requests)) if lines is None and not len(rare_indices) else None
-            if which is None or which != self._timed or not self._metrics.tokens_again(self._clock.monotonic()):
+            is_same = which is not None and which == self._timed
+            if not (is_same and self._metrics.tokens_again(self._clock.monotonic())):
                 once = rare_indices[c.care[rows][rare_indices] & ONCE != 0]
                 self._time_tokens(self._metrics, requests, c.slot[rows], once)
                 self._timed = which
