@@ -49,6 +49,7 @@ WARN_AFTER_S = 10.0  # without a message for somebody who waits; how long to wai
 LAST_WORD_TIMEOUT_S = 1.0
 LAST_OUTPUTS_TIMEOUT_S = 0.5  # of an orderly stop, which ends every request with an output
 EXIT_TIMEOUT_S = 15.0  # the engine's own deadlines are shorter
+LEAVE_LINGER_MS = 200  # for what was sent last, if the engine reads at all
 MAX_UNREAD = 1000  # messages that wait for this client to read; what comes then waits in the engine, merged
 _NOT_LAST = zmq.NOBLOCK | zmq.SNDMORE
 M = TypeVar("M", bound=Message)
@@ -174,6 +175,9 @@ class Connection:
 
     def close(self) -> None:
         """Leave; a launched engine ends. Idempotent."""
+        # First of all, while the engine still reads: libzmq 4.3 aborts the process when a socket is closed
+        # while its peer goes away in the middle of a message.
+        self._context.destroy(linger=LEAVE_LINGER_MS)
         with contextlib.suppress(OSError):
             if self.process is not None:
                 self._say(Stop())
@@ -181,7 +185,6 @@ class Connection:
         if self.process is not None:
             self._reap(self.process)
         self.stream.close()
-        self._context.destroy(linger=0)
 
     def _reap(self, process: subprocess.Popen[bytes]) -> None:
         try:

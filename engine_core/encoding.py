@@ -9,6 +9,7 @@ Whatever is rarer is encoded from its struct.
 from __future__ import annotations
 
 import struct
+import sys
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,9 @@ class OutputEncoder:
 
     def __init__(self, engine_index: int) -> None:
         self._engine_index = engine_index
-        self._encoder = WireEncoder()
+        # One frame a message. libzmq 4.3 aborts the process when a socket is closed while its peer dies in
+        # the middle of a message of several (session_base.cpp, `clean_pipes`). Clients do die in the middle.
+        self._encoder = WireEncoder(inline_bytes=sys.maxsize)
         self._plain_rows: dict[int, PlainRows] = {}  # by client
         self._head = _encode([None] * 9)[:1] + _encode(engine_index)
 

@@ -44,12 +44,14 @@ _NUMERIC_DESCRIPTOR = re.compile(r"[<>|=]?[biuf][1248]")
 class WireEncoder:
     """Structs to frames. Not for use by two threads at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, inline_bytes: int = INLINE_BYTES) -> None:
+        """Arrays of `inline_bytes` or more get frames of their own; receivers take either."""
+        self._inline_bytes = inline_bytes
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
         self._frames: list[Frame] = []
 
     def encode(self, message: Any) -> list[Frame]:
-        """Frame 0, then one frame for each array of `INLINE_BYTES` or more."""
+        """Frame 0, then one frame for each large array."""
         frames: list[Frame] = [b""]
         frames[0] = self.encode_part(message, frames)
         return frames
@@ -77,7 +79,7 @@ class WireEncoder:
         if array.dtype.kind not in "biuf":
             raise TypeError(f"arrays of dtype {array.dtype} do not travel over the socket")
         data = np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")
-        if array.ndim == 0 or array.nbytes < INLINE_BYTES:
+        if array.ndim == 0 or array.nbytes < self._inline_bytes:
             return dtype, array.shape, msgspec.msgpack.Ext(RAW_EXT, data)
         self._frames.append(data)
         return dtype, array.shape, len(self._frames) - 1

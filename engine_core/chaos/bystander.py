@@ -14,13 +14,15 @@ from engine_core.chaos.traffic import Traffic, generated
 from engine_core.errors import EngineDeadError
 
 CONCURRENCY = 8
+LOGPROBS = 100  # so that its death finds the engine in the middle of a message
 WRONG = 3
 
 
 async def serve(address: str, seed: int) -> int:
     async with AsyncEngineClient.connect(address) as client:
         vocab_size = client.info.vocab_size or 0
-        traffic = Traffic(client, generated(random.Random(seed), vocab_size), CONCURRENCY, vocab_size)
+        source = generated(random.Random(seed), vocab_size)
+        traffic = Traffic(client, source, CONCURRENCY, vocab_size, logprobs=LOGPROBS)
         traffic.start()
         print("running", flush=True)
         while traffic.error is None and not traffic.tally.complaints:

@@ -110,7 +110,7 @@ class Campaign:
             if settings.trace is None
             else recorded(settings.trace, vocab_size)
         )
-        self._traffic = Traffic(self._client, source, settings.concurrency, vocab_size, self._clock)
+        self._traffic = Traffic(self._client, source, settings.concurrency, vocab_size, clock=self._clock)
 
     async def run(self, seed: int, num_faults: int, num_requests: int) -> None:
         """A round: that many faults and at least that many requests. Raises EngineDeadError if the engine

@@ -75,14 +75,17 @@ class Traffic:
         source: Iterator[tuple[Tokens, int]],
         concurrency: int,
         vocab_size: int,
+        logprobs: int | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        """`logprobs` makes every output that much larger."""
         self.tally = Tally()
         self.error: BaseException | None = None  # what ended a request that has nothing to do with it
         self._client = client
         self._source = source
         self._concurrency = concurrency
         self._vocab_size = vocab_size
+        self._logprobs = logprobs
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._live: set[str] = set()
@@ -160,7 +163,7 @@ class Traffic:
         if request_id is not None:
             self._live.add(request_id)
         try:
-            params = SamplingParams(max_tokens=length)
+            params = SamplingParams(max_tokens=length, logprobs=self._logprobs)
             async for output in self._client.generate(prompt, params, request_id=request_id):
                 self._note_silence()
                 received += output.new_token_ids

@@ -170,7 +170,7 @@ def test_logprobs_come_in_rank_order(shared: EngineClient) -> None:
     assert all(output.prompt_logprobs is None for output in outputs[1:])
 
 
-def test_whole_vocabulary_logprobs_travel_as_frames(shared: EngineClient) -> None:
+def test_logprobs_of_the_whole_vocabulary_travel(shared: EngineClient) -> None:
     (output,) = shared.generate(prompt(8, 4), SamplingParams(max_tokens=1, logprobs=-1))
     assert output.logprobs is not None and output.logprobs.logprobs.shape == (1, 32001)
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ def address(request: pytest.FixtureRequest) -> str:
 READER = """
 import sys
 import threading
+import time
 from engine_core.client import AsyncEngineClient, EngineClient
 from executor.sampling_params import SamplingParams
 from tests.engines import expected, prompt
@@ -110,6 +112,38 @@ def test_requests_of_a_client_that_does_not_read_end_when_too_much_waits(address
         assert (verdict, reasons) == ("right", "slow_client")
         assert int(total) < 40 * LONG
         slow.wait(10)
+
+
+LARGE = """
+import sys
+from engine_core.client import EngineClient
+from executor.sampling_params import SamplingParams
+client = EngineClient.connect(sys.argv[1])
+for i in range(8):
+    client.add_request([i, 1, 2], SamplingParams(max_tokens=4000, logprobs=2000))
+client.outputs()
+print("running", flush=True)
+while True:
+    client.outputs()
+"""
+
+
+def test_clients_that_die_in_the_middle_of_a_large_message_harm_nobody(address: str) -> None:
+    """With messages of several frames, libzmq would abort the engine now and then."""
+    with EngineClient.launch(mock_config(step_ms=1), lobby=address) as client:
+        tokens = prompt(1, 10)
+        stream = client.generate(tokens, SamplingParams(max_tokens=2000))
+        seen = next(stream).new_token_ids
+        for _ in range(4):
+            with subprocess.Popen(
+                [sys.executable, "-c", LARGE, address], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            ) as other:
+                assert other.stdout is not None and other.stdout.readline() == "running\n"
+                other.send_signal(signal.SIGSTOP)
+                time.sleep(0.2)  # until its end of the socket is full
+                other.kill()
+        seen += [token for output in stream for token in output.new_token_ids]
+        assert seen == expected(tokens, 2000)
 
 
 def test_an_engine_that_stops_does_not_wait_long_for_a_client_that_does_not_read(address: str) -> None:

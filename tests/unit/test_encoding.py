@@ -90,7 +90,7 @@ def test_rare_outputs_join_the_plain_rows_in_one_envelope() -> None:
     ]
     outputs = rows(["a"], [9], outputs=more, finished_requests=["c"], scheduler_stats=SchedulerStats(1, 2))
     frames = encoder.outputs(0, outputs, 1.0, "v7")
-    assert frames is not None and len(frames) == 3
+    assert frames is not None and len(frames) == 1, "a message of several frames can kill the engine"
     message = decoder.decode(frames)
     assert [output.request_id for output in message.outputs] == ["a", "b", "c"]
     assert message.outputs[1].new_logprobs is not None
