@@ -51,7 +51,7 @@ class MockOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     does."""
 
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 31)] = DEFAULT_VOCAB_SIZE
-    mock_num_blocks: Annotated[int, Meta(ge=2)] = 1 << 19
+    mock_num_blocks: Annotated[int, Meta(ge=1)] = 1 << 19
     mock_max_model_len: Annotated[int, Meta(ge=1)] = 1 << 17
     mock_step_ms: _Time = 0.0
     mock_prefill_us_per_token: _Time = 0.0
