@@ -35,7 +35,7 @@ async def test_10_rounds_with_two_ranks_and_recorded_traffic(tmp_path: Path) -> 
 
 async def test_10_rounds_with_one_rank_and_generated_traffic(tmp_path: Path) -> None:
     settings = Settings(seed=500, num_ranks=1, engine_log=tmp_path / "engine.log")
-    report = await rounds(settings, 10, faults=2, requests=30)
+    report = await rounds(settings, 10, faults=1, requests=30)
     assert report.ok, table(report)
 
 
