@@ -146,15 +146,3 @@ class AttachRefused(TransportError):
 
 class CodecError(TransportError, ValueError):
     """Bytes that `codec.encode` did not make, or arrays that it cannot carry."""
-
-
-class PathTooLong(TransportError):
-    """A unix socket's path does not fit into the kernel's limit."""
-
-    def __init__(self, path: str, limit: int) -> None:
-        super().__init__(
-            f"the socket path {path!r} has {len(path.encode())} bytes and the kernel allows {limit}: "
-            f"set TMPDIR to a shorter directory"
-        )
-        self.path = path
-        self.limit = limit
