@@ -17,6 +17,7 @@ VALIDATION_ERROR = "validation_error"
 DEADLINE_EXCEEDED = "deadline_exceeded"
 # Log-probs of a whole prompt leave in one message, whose size must have a bound: 128 MiB here.
 MAX_PROMPT_LOGPROB_ENTRIES = 16 << 20
+MAX_REQUEST_ID_CHARS = 4096  # it is repeated in every output
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,10 @@ def validate_request(
     """
     if not request.request_id:
         raise _refusal("request_id is empty")
+    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+        raise _refusal(
+            f"request_id has {len(request.request_id)} characters, at most {MAX_REQUEST_ID_CHARS} are allowed"
+        )
     if math.isnan(request.arrival_time):
         raise _refusal("arrival_time = nan has no place in the order of arrival")
     _refuse_unsupported(request)

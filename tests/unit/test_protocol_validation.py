@@ -46,6 +46,7 @@ def test_prompt_comes_back_as_int32_from_a_list_or_from_bytes() -> None:
         (request((1,) * 9), "9 tokens, but the whole KV cache holds 8"),
         (request(lora_request=LoRARequest("a", 1, "/a")), "adapters are not enabled"),
         (request(request_id=""), "request_id is empty"),
+        (request(request_id="x" * 4097), "request_id has 4097 characters, at most 4096"),
         (request(arrival_time=float("nan")), "arrival_time = nan"),
         (request(params=None), "sampling_params is missing"),
         (request(params=None, pooling_params=["embed"]), "pooling"),
