@@ -65,15 +65,12 @@ class LeakCheck:
         return lines
 
     def _files(self) -> list[str]:
-        """Files and sockets but not the directories' locks: those of a killed process go with the next
-        sweep.
-        """
-        locks = {".lock", ".alive"}
+        """Files and sockets."""
         theirs = "vllm-rs-"  # the Rust front end's own sockets
         return [
             f"file {path}"
             for path in self.tmp.rglob("*")
-            if not path.is_dir() and path.name not in locks and not path.name.startswith(theirs)
+            if not path.is_dir() and not path.name.startswith(theirs)
         ]
 
     def _shared_memory(self) -> list[str]:
