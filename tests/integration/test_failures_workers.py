@@ -288,14 +288,17 @@ def test_workers_that_keep_failing_end_the_engine_with_their_history() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "phase"),
+    ("kind", "at", "phase"),
     [
-        ("init_device", "init"),
-        ("load_model", "load"),
-        ("initialize_cache", "kv"),
+        ("raise", "init_device", "init"),
+        ("raise", "load_model", "load"),
+        ("raise", "initialize_cache", "kv"),
+        ("exit", "load_model", "load"),
+        ("segfault", "initialize_cache", "kv"),
+        ("kill", "init_device", "init"),
+        ("hang", "load_model", "load"),
     ],
 )
-@pytest.mark.parametrize("kind", ["raise", "exit", "hang"])
 def test_rank_fails_at_the_start(kind: str, at: str, phase: str) -> None:
     config = config_with({"kind": kind, "at": at, "rank": 1}, start_timeout_s=3.0)
     with pytest.raises(EngineStartError, match=rf"worker rank 1 \(pid \d+\).*'{phase}'") as caught:
