@@ -83,7 +83,10 @@ class EngineControl(UtilityMethods):
         self._emit(finish_outputs(self._scheduler.finish_requests(None, FinishReason.ABORT)))
 
     def called(self) -> None:
+        """Whoever is answered finds in the page what the call has changed."""
         self._show()
+        if self._core.report is not None:
+            self._core.report.refresh()
 
     # About the engine.
 

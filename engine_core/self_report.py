@@ -65,6 +65,11 @@ class SelfReport:
             self._metrics.output(self.now() - self._taken_in_s)
             self._taken_in_s = 0.0
 
+    def refresh(self) -> None:
+        """Bring the page up to date now: something was changed from outside."""
+        if self._row is not None:
+            self._write(self._row, self.now())
+
     # The loop.
 
     def going_idle(self) -> None:
