@@ -17,6 +17,7 @@ from engine_core.control import EngineControl
 from engine_core.core import EngineCore
 from engine_core.encoding import OutputEncoder, wire_prefix
 from engine_core.errors import ProtocolError, RequestError
+from engine_core.logs import BoundedWarnings
 from engine_core.outputs import ClientOutputs, StepOutputs, finish_outputs
 from engine_core.protocol import (
     EngineCoreOutput,
@@ -35,9 +36,6 @@ from transport.clock import SYSTEM_CLOCK, Clock
 
 logger = logging.getLogger("engine_core")
 
-_LOGGED_PER_WINDOW = 10
-_LOG_WINDOW_S = 10.0
-
 
 class Dispatcher:
     """All methods belong to the thread of the step loop."""
@@ -54,7 +52,7 @@ class Dispatcher:
         self._calls = WireDecoder(UtilityRequest)
         self._backlogs: dict[int, Backlog] = {}  # of clients that do not keep up
         self._max_backlog = core.config.max_client_backlog
-        self._log_window = (0.0, 0)
+        self._warn = BoundedWarnings(logger, clock).warn
         self.control = EngineControl(core, self._emit)
         self.client_names: dict[int, str] = {}  # for messages
         self.closing = False  # no new work is taken
@@ -248,18 +246,6 @@ class Dispatcher:
 
     def _requests_of(self, client_index: int) -> list[str]:
         return [r.request_id for r in self._scheduler.requests.values() if r.client_index == client_index]
-
-    def _warn(self, message: str, *args: object) -> None:
-        """Log, but not without bound: a client may send rubbish as fast as it can."""
-        now = self._clock.monotonic()
-        start, count = self._log_window
-        if now - start > _LOG_WINDOW_S:
-            if count > _LOGGED_PER_WINDOW:
-                logger.warning("%d more bad messages were not logged", count - _LOGGED_PER_WINDOW)
-            start, count = now, 0
-        self._log_window = (start, count + 1)
-        if count < _LOGGED_PER_WINDOW:
-            logger.warning(message, *args)
 
 
 def _with_payload(frames: Sequence[Frame]) -> Sequence[Frame]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
+from transport.clock import SYSTEM_CLOCK, Clock
 from transport.unblocked import write_some
 
 LOGGERS = ("engine_core", "executor", "transport")
@@ -21,6 +22,8 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 Format = Literal["text", "json"]
 
 _PATIENCE_S = 0.1  # for somebody who reads slowly
+_WINDOW_S = 10.0
+_MOST_IN_WINDOW = 10
 
 # What every record has; whatever else it has was given as `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -82,6 +85,26 @@ class UnblockedHandler(logging.Handler):
         written = write_some(self._fd, line, patience_s)
         self._num_lost = 0 if written else self._num_lost + 1
         self._unwritten = line[written:] if written else b""
+
+
+class BoundedWarnings:
+    """Warnings about what others do, as often as they like: ten in ten seconds, then a number."""
+
+    def __init__(self, logger: logging.Logger, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._begun_s = 0.0
+        self._count = 0
+
+    def warn(self, message: str, *args: object) -> None:
+        now = self._clock.monotonic()
+        if now - self._begun_s > _WINDOW_S:
+            if self._count > _MOST_IN_WINDOW:
+                self._logger.warning("%d more warnings were not logged", self._count - _MOST_IN_WINDOW)
+            self._begun_s, self._count = now, 0
+        self._count += 1
+        if self._count <= _MOST_IN_WINDOW:
+            self._logger.warning(message, *args)
 
 
 class TextFormatter(logging.Formatter):

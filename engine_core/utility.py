@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
+from engine_core.logs import BoundedWarnings
 from engine_core.protocol import UtilityOutput, UtilityRequest
 from engine_core.wire import Frame, decode_array
 
@@ -76,6 +77,7 @@ class UtilityMethods:
 
     def __init__(self) -> None:
         self.caller = ""  # who has called the method that runs
+        self._warn = BoundedWarnings(logger).warn
         self._methods = {
             name: _Signature(getattr(self, name))
             for name in dir(type(self))
@@ -95,7 +97,7 @@ class UtilityMethods:
             if error is None:
                 reply(UtilityOutput(request.call_id, None, (None, value)))
             else:
-                logger.warning("utility call %s failed: %s", request.method, error)
+                self._warn("utility call %s failed: %s", request.method, error)
                 reply(UtilityOutput(request.call_id, f"Call to {request.method} method failed: {error}"))
 
         self.caller = caller

@@ -35,6 +35,7 @@ from transport.state_page import StatePage
 NOTICE_LIMIT_S = 30.0  # from a fault in a rank until the ranks are up again
 DEATH_LIMIT_S = 5.0  # from the engine's death until its clients know
 LEFTOVER_LIMIT_S = 5.0
+START_TIMEOUT_S = 5.0  # a phase
 EXECUTE_TIMEOUT_S = 1.5
 _STOPPED_S = (0.05, 0.5)  # a process that is stopped and goes on
 _RUBBISH_MESSAGES = 20
@@ -356,6 +357,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         },
         tensor_parallel_size=settings.num_ranks,
         distributed_executor_backend="mp",
+        start_timeout_s=START_TIMEOUT_S,
         execute_timeout_s=EXECUTE_TIMEOUT_S,
         max_worker_restarts=1_000_000,
         log_stats=False,

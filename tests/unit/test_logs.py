@@ -87,3 +87,24 @@ def test_an_unknown_level_or_logger_is_refused_by_name() -> None:
         logs.set_level("LOUD")
     with pytest.raises(ValueError, match="unknown logger 'root'; there are engine_core"):
         logs.set_level("INFO", "root")
+
+
+def test_warnings_about_others_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    warnings = logs.BoundedWarnings(logging.getLogger("engine_core"), clock)
+    for i in range(1000):
+        warnings.warn("number %d", i)
+    clock.now += 11
+    warnings.warn("again")
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [*(f"number {i}" for i in range(10)), "990 more warnings were not logged", "again"]
+
+
+class FakeClock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
