@@ -16,6 +16,7 @@ import zmq
 from engine_core.client import EngineClient
 from engine_core.handshake import FrontEnd
 from engine_core.protocol import EngineAddresses
+from executor.mock_model import mock_tokens
 from executor.sampling_params import SamplingParams
 from tests import vllm_rs
 from tests.engines import children_of, engine_process, expected, is_running, mock_config, prompt, wait_until
@@ -179,3 +180,18 @@ def test_engine_that_vllm_rs_started_ends_with_it(vllm_model: vllm_rs.Model, tmp
         assert len(family) == 3
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: not any(map(is_running, family)), "the end of engine and ranks", 5)
+
+
+def test_vllm_rs_sees_a_pause_when_a_rank_is_killed(vllm_model: vllm_rs.Model, tmp_path: Path) -> None:
+    options = ["--tensor-parallel-size", "2", "--mock-step-ms", "2"]
+    request = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
+    with vllm_rs.serve_external(vllm_model, tmp_path, options) as server:
+        (engine,) = [pid for pid in children_of(os.getpid()) if len(children_of(pid)) == 2]
+        stream = server.stream("/v1/completions", **request)
+        chunks = [next(stream)]
+        os.kill(children_of(engine)[1], signal.SIGKILL)
+        chunks += stream
+        parts = [choice for chunk in chunks for choice in chunk["choices"]]
+        seen = [token for part in parts for token in part.get("token_ids") or []]
+        assert seen == mock_tokens([5, 6, 7], 300, vllm_model.vocab_size).tolist()
+    assert "the ranks are up again" in (tmp_path / "engine.log").read_text()

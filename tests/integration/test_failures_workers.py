@@ -319,6 +319,24 @@ def test_rank_fails_at_the_stop(kind: str) -> None:
     assert engine._connection.process is not None and engine._connection.process.returncode == 0
 
 
+def test_rank_is_killed_while_the_engine_drains() -> None:
+    config = config_with(shutdown_timeout=20.0)
+    with engine_process(config, lobby=default_address()) as process:
+        assert process.stdout is not None
+        with EngineClient.connect(process.stdout.readline().split()[1]) as client:
+            load = Load(client, [prompt(i, 20) for i in range(4)], 300)
+            load.read(until=5)
+            process.send_signal(signal.SIGTERM)
+            os.kill(ranks_of(client)[1], signal.SIGKILL)
+            while client.num_live:
+                for output in client.outputs(timeout_s=15):
+                    load.got[output.request_id] += output.new_token_ids
+                    assert output.finish_reason in (None, "length")
+        for request_id, tokens in load.prompts.items():
+            assert load.got[request_id] == expected(tokens, 300)
+        assert process.wait(10) == 128 + signal.SIGTERM
+
+
 def test_ranks_that_are_killed_with_their_engine_leave_nothing() -> None:
     with EngineClient.launch(config_with()) as engine:
         family = [*children_of(engine.engine_pid), engine.engine_pid]
