@@ -15,7 +15,6 @@ import queue
 import secrets
 import signal
 import socket
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 import zmq
 from msgspec import to_builtins
 
+from engine_core.clients import Clients
 from engine_core.config import EngineConfig
 from engine_core.core import EngineCore
 from engine_core.dispatch import Dispatcher
@@ -34,9 +34,8 @@ from engine_core.lab.recorder import DecisionRecorder, start_recorder
 from engine_core.lobby import ClientJoined, ClientLeft, Event, Lobby, StopAsked
 from engine_core.observation import Observation
 from engine_core.protocol import EngineAddresses, ReadyResponse
-from engine_core.sockets import OUTPUT_LINGER_MS, ClientSockets, Context, CoordinatorSockets, Socket
+from engine_core.sockets import Context, CoordinatorSockets
 from engine_core.stopping import StopNow, StopSignals
-from engine_core.zmq_monitor import events_of
 from executor.base import EngineCapacity, make_executor
 from executor.errors import ExecutorError
 from transport.clock import SYSTEM_CLOCK, Clock
@@ -45,8 +44,6 @@ logger = logging.getLogger("engine_core")
 AnyEvent = Event | FrontEndJoined | ExecutorError
 
 COORDINATOR_TIMEOUT_S = 600.0  # until all engines of a deployment have come
-MAX_MESSAGES_PER_TURN = 256  # of one client, before the next step
-FLUSH_TIMEOUT_S = 2.0  # for the last outputs of clients that do not keep up
 TEARDOWN_GRACE_S = 5.0  # beyond what the workers are given
 GC_THRESHOLD = 50_000  # new objects; a step leaves few that live, so rarely is often enough
 
@@ -103,31 +100,13 @@ class EngineCoreProc:
         self._signals = signals
         self._clock = clock
         self._coordinator: CoordinatorSockets | None = None
-        self._clients: dict[int, ClientSockets] = {}
-        self._by_input: dict[Socket, ClientSockets] = {}
-        self._by_monitor: dict[Socket, ClientSockets] = {}
-        self._front_end: FrontEndLink | None = None
-        self._slow: dict[Socket, ClientSockets] = {}  # by output; those that do not keep up
         self._poller = zmq.Poller()
         self._poller.register(inbox.fd, zmq.POLLIN)
-        self._unread: deque[tuple[ClientSockets, list[bytes]]] = deque()
+        self.clients = Clients(self._poller, dispatcher, clock)
         self._published_counts = (0, 0)
         self._workers_failed = False  # perhaps those before the last restart
         self._stop_reason: str | None = None
         self._drain_until = 0.0  # monotonic, once there is a reason to stop
-
-    def add_client(self, client: ClientSockets) -> None:
-        self._clients[client.client_index] = client
-        self._dispatcher.client_names[client.client_index] = client.name
-        self._by_input[client.input] = client
-        self._poller.register(client.input, zmq.POLLIN)
-        if client.monitor is not None:
-            self._by_monitor[client.monitor] = client
-            self._poller.register(client.monitor, zmq.POLLIN)
-
-    def set_front_end(self, front_end: FrontEndLink) -> None:
-        """The clients that have a monitor are its."""
-        self._front_end = front_end
 
     def set_coordinator(self, coordinator: CoordinatorSockets) -> None:
         self._coordinator = coordinator
@@ -135,11 +114,11 @@ class EngineCoreProc:
 
     def run(self) -> str:
         """Serve until told to stop; returns why. Errors of the executor come out."""
-        core, dispatcher = self._core, self._dispatcher
+        core, dispatcher, clients = self._core, self._dispatcher, self.clients
         while not self._is_done():
             can_step = core.has_work and not core.is_restarting
-            self._receive(0 if can_step or self._unread else self._longest_wait_ms())
-            self._dispatch()
+            self._receive(0 if can_step or clients.has_unread else self._longest_wait_ms())
+            clients.dispatch()
             self._publish_counts()
             if self._workers_failed:
                 self._workers_failed = False
@@ -149,28 +128,21 @@ class EngineCoreProc:
                 self._publish_counts()
             elif core.next_deadline_s is not None:
                 dispatcher.end_overdue()
-            self._send()
+            clients.send()
             if core.report is not None:
                 core.report.delivered()
         dispatcher.control.abort_all()
-        self._send()
-        self._flush()
+        clients.send()
+        clients.flush()
         return self._stop_reason or ""
 
     def take_aborts(self) -> list[str]:
         """Ids to abort, from messages that came while a step ran."""
         self._receive(0)
-        aborted_ids = self._dispatcher.aborted_ids
-        return [request_id for _, frames in self._unread for request_id in aborted_ids(frames)]
-
-    def announce_death(self) -> None:
-        """The last message on every output after a crash."""
-        for client in self._clients.values():
-            client.send_dead()
+        return self.clients.aborted_ids()
 
     def close(self) -> None:
-        for client in self._clients.values():
-            client.close(0 if client.is_lost else OUTPUT_LINGER_MS)
+        self.clients.close()
         if self._coordinator is not None:
             self._coordinator.close()
 
@@ -180,13 +152,7 @@ class EngineCoreProc:
         for source, _ in self._poll(wait_ms):
             if source == self._inbox.fd:
                 self._take_events()
-            elif source in self._by_input:
-                self._read(self._by_input[source])
-            elif source in self._slow:
-                self._catch_up(self._slow[source])
-            elif source in self._by_monitor:
-                self._take_connection_events(self._by_monitor[source])
-            elif self._coordinator is not None:
+            elif not self.clients.take(source) and self._coordinator is not None:
                 self._coordinator.discard_input()
 
     def _poll(self, wait_ms: int | None) -> list[tuple[Any, int]]:
@@ -198,30 +164,16 @@ class EngineCoreProc:
         report.awake()
         return ready
 
-    def _read(self, client: ClientSockets) -> None:
-        read = client.input.recv_multipart
-        try:
-            for _ in range(MAX_MESSAGES_PER_TURN):
-                self._unread.append((client, read(zmq.NOBLOCK)))
-        except zmq.Again:
-            pass
-
-    def _dispatch(self) -> None:
-        unread, receive = self._unread, self._dispatcher.receive
-        while unread:
-            client, frames = unread.popleft()
-            receive(client.client_index, client.group, frames)
-
     def _take_events(self) -> None:
         events = self._inbox.take()
         if self._signals.signum is not None:
             self._begin_stop(signal.Signals(self._signals.signum).name)
         for event in events:
             if isinstance(event, ClientJoined):
-                self.add_client(event.client)
+                self.clients.add(event.client)
                 logger.info("%s joined", event.client.name)
             elif isinstance(event, ClientLeft):
-                self._remove_client(event.client_index)
+                self.clients.remove(event.client_index)
             elif isinstance(event, StopAsked):
                 self._begin_stop(event.reason)
             elif isinstance(event, FrontEndJoined):
@@ -229,115 +181,16 @@ class EngineCoreProc:
             else:
                 self._workers_failed = True  # not now: a step may be about to be taken in
 
-    def _remove_client(self, client_index: int) -> None:
-        client = self._clients[client_index]
-        self._disconnect(client)
-        aborted = self._dispatcher.abort_client(client_index)
-        logger.info("%s left; %d of its requests were aborted", client.name, aborted)
-
-    def _take_connection_events(self, client: ClientSockets) -> None:
-        """Of the connection to an API server of the front end."""
-        assert client.monitor is not None and self._front_end is not None
-        for event in events_of(client.monitor):
-            if event == zmq.EVENT_DISCONNECTED:
-                self._lose(client, self._front_end)
-            elif client.is_lost:
-                client.is_lost = False
-                self._front_end.introduce(client)
-                logger.info("%s is there again", client.name)
-
-    def _lose(self, client: ClientSockets, front_end: FrontEndLink) -> None:
-        """The connection is lost: most likely the front end has died."""
-        if client.is_lost:
-            return
-        client.is_lost = True
-        self._drop_unread(client)
-        front_end.renew_output(client)
-        # If it is there still, it learns what became of its requests.
-        aborted = self._dispatcher.tell_aborted(client.client_index)
-        logger.warning("%s is gone; %d of its requests were aborted", client.name, aborted)
-        front_end.redial()
-
     def _replace_front_end(self, joined: FrontEndJoined) -> None:
         for client in joined.clients:
-            self._remove_client(client.client_index)
-            self.add_client(client)
+            self.clients.remove(client.client_index)
+            self.clients.add(client)
             logger.info("%s is back", client.name)
         if joined.coordinator is not None:
             if self._coordinator is not None:
                 self._poller.unregister(self._coordinator.input)
                 self._coordinator.close()
             self.set_coordinator(joined.coordinator)
-
-    def _disconnect(self, client: ClientSockets) -> None:
-        self._drop_unread(client)
-        del self._clients[client.client_index]
-        del self._by_input[client.input]
-        if client.input in self._poller:
-            self._poller.unregister(client.input)
-        if client.monitor is not None:
-            del self._by_monitor[client.monitor]
-            self._poller.unregister(client.monitor)
-        client.close(linger_ms=0)
-
-    def _drop_unread(self, client: ClientSockets) -> None:
-        """What came from it, and what it did not read."""
-        self._unread = deque(item for item in self._unread if item[0] is not client)
-        if self._slow.pop(client.output, None) is not None:
-            self._poller.unregister(client.output)
-            if client.input not in self._poller:
-                self._poller.register(client.input, zmq.POLLIN)
-
-    # Output
-
-    def _send(self) -> None:
-        outbox, clients = self._dispatcher.outbox, self._clients
-        for client_index, frames in outbox:
-            client = clients.get(client_index)
-            if client is not None:
-                client.send(frames)
-                if client.unsent and client.output not in self._slow:
-                    self._slow_down(client)
-        outbox.clear()
-        for client in self._slow.values():
-            if client.input in self._poller and self._dispatcher.is_full(client.client_index):
-                self._poller.unregister(client.input)  # it hears no answer, so it is not heard
-
-    def _slow_down(self, client: ClientSockets) -> None:
-        """ZMQ takes no more for this client: merge what comes, and wait until it does."""
-        self._slow[client.output] = client
-        self._poller.register(client.output, zmq.POLLOUT)
-        self._dispatcher.hold_back(client.client_index)
-        logger.info("%s does not read its outputs; they are held back", client.name)
-
-    def _catch_up(self, client: ClientSockets) -> None:
-        """ZMQ takes something again."""
-        client.send_unsent()
-        if client.unsent:
-            return
-        for frames in self._dispatcher.release(client.client_index):
-            client.send(frames)
-        if client.unsent:
-            self._dispatcher.hold_back(client.client_index)
-            return
-        del self._slow[client.output]
-        self._poller.unregister(client.output)
-        if client.input not in self._poller:
-            self._poller.register(client.input, zmq.POLLIN)
-        logger.info("%s reads its outputs again", client.name)
-
-    def _flush(self) -> None:
-        """Give slow clients a last chance."""
-        deadline = self._clock.monotonic() + FLUSH_TIMEOUT_S
-        while self._slow:
-            poller = zmq.Poller()
-            for output in self._slow:
-                poller.register(output, zmq.POLLOUT)
-            ready = poller.poll(max(0, int((deadline - self._clock.monotonic()) * 1000)))
-            if not ready:
-                return
-            for output, _ in ready:
-                self._catch_up(self._slow[output])
 
     def _publish_counts(self) -> None:
         """The coordinator balances load by them."""
@@ -452,7 +305,7 @@ def _run(
         if observation is not None:
             observation.crashed(last_word)
         if proc is not None:
-            proc.announce_death()
+            proc.clients.announce_death()
         raise
     finally:
         # Clients hear first: stopping the workers may take a while.
@@ -525,10 +378,10 @@ def _start(
             on_joined=inbox.put,
         )
         stack.callback(link.close)
-        proc.set_front_end(link)
+        proc.clients.set_front_end(link)
         clients = link.connect()
         for client in clients:
-            proc.add_client(client)
+            proc.clients.add(client)
         num_clients = len(clients)
         if addresses.coordinator_input is not None and addresses.coordinator_output is not None:
             coordinator = CoordinatorSockets(
