@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A script that runs the tests in the background has SIGINT ignored in them and in all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     usual = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # tmp_path stays where people look for it
     base = usual if len(usual) <= _LONGEST_TMPDIR else "/tmp"

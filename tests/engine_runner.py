@@ -5,11 +5,11 @@ Says "serving" on standard output once it serves.
 
 from __future__ import annotations
 
-import logging
 import sys
 
 import msgspec
 
+from engine_core import logs
 from engine_core.config import EngineConfig
 from engine_core.handshake import FrontEnd
 from engine_core.proc import Serving, first_cause, run_engine
@@ -20,7 +20,7 @@ def main() -> int:
         msgspec.json.decode(text, type=kind)
         for text, kind in zip(sys.argv[1:4], (EngineConfig, FrontEnd | None, str | None), strict=True)
     )
-    logging.basicConfig(level="INFO", format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logs.configure("INFO")
 
     def on_serving(serving: Serving) -> None:
         print(f"serving {serving.lobby}", flush=True)
