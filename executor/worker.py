@@ -9,15 +9,14 @@ thread: the constructor, `init_device`, `load_model`, `kv_cache_capacity`, `init
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from executor.config import ExecutorConfig
+from executor.imports import import_object
 from executor.step import LoRARequest, ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -169,23 +168,7 @@ def resolve_worker_cls(name: str) -> type[Worker]:
 
     Raises `WorkerClassError`.
     """
-    module_name, colon, class_name = name.partition(":")
-    if not colon:
-        module_name, _, class_name = name.rpartition(".")
-    if not module_name or not class_name:
-        raise WorkerClassError(name, "expected the form package.module:Class")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise WorkerClassError(
-            name, f"importing {module_name} raised {type(error).__name__}: {error}"
-        ) from error
-    for part in class_name.split("."):
-        found = getattr(found, part, None)
-    if found is None:
-        raise WorkerClassError(name, f"module {module_name} has no {class_name}")
+    found = import_object(name, lambda reason: WorkerClassError(name, reason))
     if not (isinstance(found, type) and issubclass(found, Worker)):
-        raise WorkerClassError(name, f"{class_name} is not a subclass of executor.worker.Worker")
+        raise WorkerClassError(name, "it is not a subclass of executor.worker.Worker")
     return found

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine_core.imports import import_object
+from executor.imports import import_object
 from executor.step import Int32s, SchedulerOutput
 
 Float64s = npt.NDArray[np.float64]
@@ -149,7 +149,7 @@ def parse_latency(text: str) -> LatencyModel:
         return load_table(text)
     if "=" in text:
         return _parse_affine(text)
-    model = import_object(text, LatencyError)
+    model = import_object(text, lambda reason: LatencyError(f"{text}: {reason}"))
     if not callable(model):
         raise LatencyError(f"{text} cannot be called")
 

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine_core.imports import import_object
 from engine_core.replay.traces import TraceRequest
+from executor.imports import import_object
 
 
 class RoutingError(ValueError):
@@ -94,7 +94,7 @@ def parse_routing(name: str) -> RoutingPolicy:
             f"there is no routing policy {name!r}; there are {', '.join(ROUTING_POLICIES)} and "
             "package.module:Class"
         )
-    found = import_object(name, RoutingError)
+    found = import_object(name, lambda reason: RoutingError(f"{name}: {reason}"))
     if not (isinstance(found, type) and issubclass(found, RoutingPolicy)):
         raise RoutingError(f"{name} is not a subclass of engine_core.lab.routing.RoutingPolicy")
     return found()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine_core.config import ConfigError, EngineConfig
-from engine_core.imports import import_object
 from engine_core.scheduler.scheduler import Scheduler
+from executor.imports import import_object
 
 
 def scheduler_class(config: EngineConfig) -> type[Scheduler]:

@@ -94,8 +94,8 @@ def test_the_wait_for_a_slow_rank_is_logged(caplog: pytest.LogCaptureFixture) ->
     [
         ("no_such_module:Worker", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("tests.faulty_worker:NoSuchClass", "has no NoSuchClass"),
-        ("tests.faulty_worker:NotAWorker", "NotAWorker is not a subclass of executor.worker.Worker"),
-        ("MockWorker", "expected the form package.module:Class"),
+        ("tests.faulty_worker:NotAWorker", "it is not a subclass of executor.worker.Worker"),
+        ("MockWorker", "expected the form package.module:name"),
         ("broken_worker:Worker", "importing broken_worker raised ZeroDivisionError: division by zero"),
     ],
 )
