@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_core.cli.messages import writing
 from engine_core.cli.parser import Parser
 from engine_core.cli.text import open_model
 
@@ -35,13 +36,18 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     file, tokenizer = open_model(parser, args)
     args.directory.mkdir(parents=True, exist_ok=True)
     for name, content in model_files(file, tokenizer).items():
-        (args.directory / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    (args.directory / "tokenizer.json").write_text(tokenizer.to_json())
+        _write(args.directory / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    _write(args.directory / "tokenizer.json", tokenizer.to_json())
     link = args.directory / "model.gguf"
     link.unlink(missing_ok=True)
     link.symlink_to(file.path.resolve())
     print(args.directory)
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    with writing(path):
+        path.write_text(text)
 
 
 def model_files(file: GGUFFile, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:

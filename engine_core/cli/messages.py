@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Around what writes a file: the kernel's errors get its name, which those of write() lack."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise
 
 
 def describe(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine_core.cli.messages import say
+from engine_core.cli.messages import say, writing
 from engine_core.cli.options import add_engine_options, engine_config
 from engine_core.cli.parser import Parser, positive_integer
 from engine_core.lab.latency import LatencyTable
@@ -62,7 +62,8 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         table = measure(executor, capacity, config, grid, SYSTEM_CLOCK, _progress)
     finally:
         executor.shutdown()
-    Path(args.table).write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1))
+    with writing(args.table):
+        Path(args.table).write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1))
     print(summary(table))
     return 0
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from engine_core.cli.messages import say
+from engine_core.cli.messages import say, writing
 from engine_core.cli.options import add_engine_options, engine_config, flag
 from engine_core.cli.parser import Parser, positive_float, positive_integer
 from engine_core.config import ConfigError, EngineConfig, field_types
@@ -244,7 +244,8 @@ def _simulate(args: argparse.Namespace, scenarios: dict[str, Scenario]) -> int:
             reports[label], timeline = scenario.simulate(scenario.config, scenario.args.rate, on_result)
             timelines.append((label, timeline))
     if args.plot is not None:
-        draw_timelines(timelines, args.plot)
+        with writing(args.plot):
+            draw_timelines(timelines, args.plot)
     _print(args, reports, table)
     return 0
 
@@ -263,7 +264,8 @@ def _sweep(args: argparse.Namespace, scenarios: dict[str, Scenario]) -> int:
             say(f"{label} {name} {value:g} done".strip())
         sweeps[label] = Sweep(name, points, knee(points) if name == "rate" else None)
     if args.plot is not None:
-        draw_sweep(list(sweeps.items()), args.plot)
+        with writing(args.plot):
+            draw_sweep(list(sweeps.items()), args.plot)
     _print(args, sweeps, sweep_table)
     return 0
 
@@ -414,7 +416,7 @@ def _csv_writer(path: str | None) -> Iterator[Callable[[RequestResult], None]]:
     if path is None:
         yield lambda result: None
         return
-    with open(path, "w", newline="") as file:
+    with writing(path), open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(RequestResult.__struct_fields__)
         yield lambda result: writer.writerow(msgspec.structs.astuple(result))

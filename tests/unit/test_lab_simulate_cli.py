@@ -59,6 +59,13 @@ def test_the_csv_has_a_line_for_each_request(capsys: Capsys, tmp_path: Path) -> 
     assert all(float(row["ttft_ms"]) > 0 for row in rows)
 
 
+def test_a_full_disk_is_told_with_the_name_of_the_file(capsys: Capsys) -> None:
+    assert cli.main(["simulate", TRACE, "--max-requests", "20", "--csv", "/dev/full"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "engine-core simulate: /dev/full: No space left on device"
+    )
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_pictures_of_a_run_and_of_a_sweep_are_repeatable(capsys: Capsys, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
