@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from executor.sampling_params import SamplingParams
+from executor.steady_rows import SteadyRows
 from executor.step import Int32s, LoRARequest, ModelRunnerOutput, NewRequest, SchedulerOutput
 
 Int64s = npt.NDArray[np.int64]
@@ -55,26 +56,33 @@ class BatchState:
         self._flat_token_ids = self.token_ids.reshape(-1)
         self._flat_block_table = self.block_table.reshape(-1)
         self._row_starts = np.arange(max_num_seqs, dtype=np.int64) * max_model_len
+        self._block_row_starts = np.arange(max_num_seqs, dtype=np.int64) * self.block_table.shape[1]
         self._numbers = np.arange(max_num_seqs, dtype=np.int32)
         self._scratch = np.zeros(max_num_seqs, np.int32)
         self._step: SchedulerOutput | None = None  # applied, not yet recorded
         self._ends: Int32s
+        self._known: Int32s
         self._samples: Bools
+        self._steady: SteadyRows | None = None
+        self._last_slots = b""
 
     def apply(self, step: SchedulerOutput) -> None:
         """Take in the deltas: slots that left, new requests, new blocks. Then `step`'s rows are ready to run.
 
         Raises `BatchStateError`; the state is then undefined.
         """
-        if len(step.finished_slots):
-            self._remove(step.finished_slots, "finished")
-        if len(step.preempted_slots):
-            self._remove(step.preempted_slots, "preempted")
-        for request in step.new_requests:
-            self._add(request)
+        same_requests = not (len(step.finished_slots) or len(step.preempted_slots) or step.new_requests)
+        if not same_requests:
+            if len(step.finished_slots):
+                self._remove(step.finished_slots, "finished")
+            if len(step.preempted_slots):
+                self._remove(step.preempted_slots, "preempted")
+            for request in step.new_requests:
+                self._add(request)
         if len(step.new_block_slots):
             self._append_blocks(step.new_block_slots, step.new_block_ids)
-        self._prepare_rows(step)
+        if not (same_requests and self._prepare_steady_rows(step)):
+            self._prepare_rows(step)
 
     def samples(self, step: SchedulerOutput) -> Bools:
         """Which of the applied `step`'s rows sample: those that compute the last of their known tokens.
@@ -86,22 +94,32 @@ class BatchState:
         """Append the sampled tokens and count the scheduled ones as computed. Called once, after the worker
         ran."""
         self._require(step)
-        slots, counts = step.slots, output.num_sampled
-        known = self.num_tokens[slots]
+        slots, tokens, counts = step.slots, output.sampled_token_ids, output.num_sampled
+        steady = self._steady
+        if steady is not None and steady.have_sampled(tokens, counts, self.max_model_len):
+            self._flat_token_ids[steady.next_at] = tokens[:, 0]
+            self.num_tokens[slots] = steady.ends + 1
+            steady.advance()
+        else:
+            self._steady = None
+            self._record_rows(slots, tokens, counts)
+        self.num_computed_tokens[slots] = self._ends
+        self._step = None
+
+    def _record_rows(self, slots: Int32s, tokens: Int32s, counts: Int32s) -> None:
+        known = self._known
         total = known + counts
         if len(slots) and int(total.max()) > self.max_model_len:
             slot = int(slots[total.argmax()])
             raise BatchStateError(f"{self._name(slot)} grows beyond the model's {self.max_model_len} tokens")
         at = self._row_starts[slots] + known
-        for column in range(output.sampled_token_ids.shape[1]):
+        for column in range(tokens.shape[1]):
             rows = counts > column
             if rows.all():
-                self._flat_token_ids[at + column if column else at] = output.sampled_token_ids[:, column]
+                self._flat_token_ids[at + column if column else at] = tokens[:, column]
             else:
-                self._flat_token_ids[at[rows] + column] = output.sampled_token_ids[rows, column]
+                self._flat_token_ids[at[rows] + column] = tokens[rows, column]
         self.num_tokens[slots] = total
-        self.num_computed_tokens[slots] = self._ends
-        self._step = None
 
     # What a model's inputs are made of. All are flat over the step's tokens, row after row.
 
@@ -186,22 +204,28 @@ class BatchState:
         if not self.live[slots].all():
             slot = int(slots[~self.live[slots]][0])
             raise BatchStateError(f"slot {slot} is given a block, but nothing runs in it")
-        # A row may gain several blocks in one step: number them within their row.
-        order = np.argsort(slots, kind="stable")
-        ordered = slots[order]
-        first = np.empty(len(slots), np.bool_)
-        first[0] = True
-        np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-        starts = np.flatnonzero(first)
-        gains = np.diff(starts, append=len(slots))
-        rows = ordered[starts]
-        totals = self.num_blocks[rows] + gains
+        totals = self.num_blocks[slots] + 1
+        if not self._are_last(slots).all():
+            totals += _occurrences_before(slots)
         if int(totals.max()) > self.block_table.shape[1]:
-            row = int(rows[totals.argmax()])
-            raise BatchStateError(f"{self._name(row)} is given more than {self.block_table.shape[1]} blocks")
-        within = np.arange(len(slots)) - np.repeat(starts, gains)
-        self.block_table[ordered, self.num_blocks[ordered] + within] = block_ids[order]
-        self.num_blocks[rows] = totals
+            slot = int(slots[totals.argmax()])
+            raise BatchStateError(f"{self._name(slot)} is given more than {self.block_table.shape[1]} blocks")
+        self._flat_block_table[self._block_row_starts[slots] + totals - 1] = block_ids
+        self.num_blocks[slots] = totals  # of a slot that is there twice, the last and largest stays
+
+    def _prepare_steady_rows(self, step: SchedulerOutput) -> bool:
+        """Like `_prepare_rows`, if these are the rows of the last step, each with its next token."""
+        steady = self._steady
+        if steady is None or not steady.are_in(step):
+            return False
+        if len(step.new_block_slots):
+            steady.limits = self.num_blocks.take(step.slots) * self.block_size
+        if not steady.begin_step():
+            return False
+        self._step = step
+        self._ends = self._known = steady.ends
+        self._samples = steady.samples
+        return True
 
     def _prepare_rows(self, step: SchedulerOutput) -> None:
         """Check the rows to run, and keep what is asked for again while they run."""
@@ -210,19 +234,25 @@ class BatchState:
             self._check_slots(slots)
         ends = computed + step.num_scheduled_tokens
         known = self.num_tokens[slots]
-        numbers = self._numbers[: len(slots)]
-        self._scratch[slots] = numbers
+        limits = self.num_blocks[slots] * self.block_size
         right = self.num_computed_tokens[slots] == computed
         right &= ends > computed
         right &= ends <= known
-        right &= ends <= self.num_blocks[slots] * self.block_size
-        right &= self._scratch[slots] == numbers
+        right &= ends <= limits
+        right &= self._are_last(slots)
         if not right.all():
             raise BatchStateError(self._what_is_wrong(step, int(right.argmin())))
+        samples = ends == known
+        samples.flags.writeable = False
         self._step = step
         self._ends = ends
-        self._samples = ends == known
-        self._samples.flags.writeable = False
+        self._known = known
+        self._samples = samples
+        self._steady = None
+        slots_now = slots.tobytes()
+        if slots_now == self._last_slots and len(slots) and samples.all():
+            self._steady = SteadyRows(slots_now, ends, limits, self._row_starts[slots])
+        self._last_slots = slots_now
 
     def _what_is_wrong(self, step: SchedulerOutput, row: int) -> str:
         slot, computed = int(step.slots[row]), int(step.num_computed_tokens[row])
@@ -245,12 +275,32 @@ class BatchState:
         if step is not self._step:
             raise BatchStateError(f"step {step.step_id} is not the one that was applied last")
 
+    def _are_last(self, slots: Int32s) -> Bools:
+        """Which of them are not there again later. (n,)"""
+        n = len(slots)
+        numbers = self._numbers[:n] if n <= self.max_num_seqs else np.arange(n, dtype=np.int32)
+        self._scratch[slots] = numbers
+        last: Bools = self._scratch[slots] == numbers
+        return last
+
     def _check_slots(self, slots: Int32s) -> None:
         if int(slots.view(np.uint32).max()) >= self.max_num_seqs:  # negative ones, too
             raise BatchStateError(f"slots {slots.min()}..{slots.max()} of a batch of {self.max_num_seqs}")
 
     def _name(self, slot: int) -> str:
         return f"request {self.request_ids[slot]} (slot {slot})"
+
+
+def _occurrences_before(slots: Int32s) -> Int32s:
+    """How often each one has been there before. (n,)"""
+    order = np.argsort(slots, kind="stable")
+    ordered = slots[order]
+    first = np.ones(len(slots), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    starts = np.flatnonzero(first)
+    before = np.empty(len(slots), np.int32)
+    before[order] = np.arange(len(slots)) - np.repeat(starts, np.diff(starts, append=len(slots)))
+    return before
 
 
 def _sparse_zeros(rows: int, columns: int) -> Int32s:

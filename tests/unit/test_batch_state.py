@@ -161,7 +161,60 @@ def test_a_sequence_cannot_outgrow_the_model(batch: BatchState) -> None:
         batch.record(full, output_of(full, [1], [1]))
 
 
-def test_random_traffic_keeps_the_twin_equal_to_the_driver() -> None:
+def decoding(batch: BatchState) -> list[tuple[int, int, int]]:
+    """Two requests with 16 places each were given three tokens each: the rows of the next step."""
+    rows = [(0, 10, 0), (1, 9, 0)]
+    deltas: dict[str, object] = {
+        "new_requests": [new(0, [1] * 10, [1, 2, 3, 4]), new(1, [2] * 9, [5, 6, 7, 8])]
+    }
+    for number in range(3):
+        step = step_of(rows, number, **deltas)
+        batch.apply(step)
+        batch.record(step, output_of(step, [number, number + 10], [1, 1]))
+        rows, deltas = [(slot, 1, computed + count) for slot, count, computed in rows], {}
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([(0, 1, 12), (1, 1, 12)], "has 11 tokens computed, the step says 12"),
+        ([(0, 2, 12), (1, 1, 11)], "is to compute 14 tokens, but has only 13"),
+        ([(0, 1, 12), (0, 1, 12)], "is scheduled twice in one step"),
+        ([(0, 1, 12), (2, 1, 11)], "slot 2 is scheduled, but nothing runs in it"),
+    ],
+)
+def test_a_contradiction_in_the_midst_of_decoding_is_refused(
+    batch: BatchState, rows: list[tuple[int, int, int]], message: str
+) -> None:
+    assert decoding(batch) == [(0, 1, 12), (1, 1, 11)]
+    with pytest.raises(BatchStateError, match=message):
+        batch.apply(step_of(rows, 4))
+
+
+def test_a_decoding_row_without_a_block_for_its_token_is_refused(batch: BatchState) -> None:
+    rows = decoding(batch)
+    with pytest.raises(BatchStateError, match=r"request id0 .* has 4 blocks, too few for 17 tokens"):
+        for number in range(4, 12):
+            step = step_of(rows, number)
+            batch.apply(step)
+            batch.record(step, output_of(step, [1, 1], [1, 1]))
+            rows = [(slot, 1, computed + 1) for slot, _, computed in rows]
+
+
+def test_a_decoding_sequence_cannot_outgrow_the_model() -> None:
+    batch = BatchState(S, 15, B)
+    rows = decoding(batch)
+    with pytest.raises(BatchStateError, match=r"request id0 .* grows beyond the model's 15 tokens"):
+        for number in range(4, 12):
+            step = step_of(rows, number)
+            batch.apply(step)
+            batch.record(step, output_of(step, [1, 1], [1, 1]))
+            rows = [(slot, 1, computed + 1) for slot, _, computed in rows]
+
+
+@pytest.mark.parametrize(("leave", "enter", "run"), [(0.03, 0.5, 0.8), (0.005, 0.1, 1.0)])
+def test_random_traffic_keeps_the_twin_equal_to_the_driver(leave: float, enter: float, run: float) -> None:
     rng = np.random.default_rng(7)
     batch = BatchState(S, L, B)
     driver = BatchDriver(num_blocks=S * (L // B) + 1, block_size=B, max_num_seqs=S)
@@ -173,17 +226,18 @@ def test_random_traffic_keeps_the_twin_equal_to_the_driver() -> None:
         batch.record(step, output)
         return output
 
-    for _ in range(600):
+    for _ in range(1000):
         for row in list(driver.rows):
-            if len(row.tokens) >= L or rng.random() < 0.03:
+            if len(row.tokens) >= L or rng.random() < leave:
                 driver.finish(row)
-            elif rng.random() < 0.03:
+            elif rng.random() < leave:
                 driver.preempt(row)
                 driver.enter(row)
-        if driver.free_slots and rng.random() < 0.5:
+        if driver.free_slots and rng.random() < enter:
             driver.add(rng.integers(0, 99, rng.integers(1, L)).tolist())
-        rows = [row for row in driver.rows if row in driver._new or rng.random() < 0.8]
-        driver.run(execute, {row: int(rng.integers(1, len(row.tokens) - row.computed + 1)) for row in rows})
+        rows = [row for row in driver.rows if row in driver._new or rng.random() < run]
+        left = {row: len(row.tokens) - row.computed for row in rows}
+        driver.run(execute, {row: int(rng.integers(1, count + 1)) for row, count in left.items()})
         assert sorted(np.flatnonzero(batch.live).tolist()) == sorted(row.slot for row in driver.rows)
         for row in driver.rows:
             assert batch.request_ids[row.slot] == row.request_id
