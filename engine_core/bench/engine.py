@@ -14,7 +14,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,12 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine_core.bench.peer import measure_vllm
 from engine_core.client import EngineClient
 from engine_core.config import EngineConfig
 from executor.sampling_params import SamplingParams
 
 PROMPT_TOKENS = OUTPUT_TOKENS = 128
-PEER_TIMEOUT_S = 1800.0
 NULL_WORKER = "engine_core.bench.null_worker:NullWorker"
 
 
@@ -84,7 +83,10 @@ def run(args: argparse.Namespace) -> int:
     names = [case.name for case in wanted]
     is_async = not args.no_async_scheduling
     ours = measure_all(names, args.repeats, is_async)
-    theirs = measure_peer(args.peers, names, args.repeats, is_async) if args.peers else {}
+    theirs: dict[str, float] = {}
+    if args.peers:
+        mode = "async" if is_async else "sync"
+        theirs = measure_vllm(args.peers, "vllm_engine.py", str(args.repeats), mode, *names)
     if args.json:
         print(json.dumps({"engine-core": ours, **({"vllm": theirs} if args.peers else {})}, indent=2))
     else:
@@ -123,17 +125,6 @@ def measure_all(names: list[str], repeats: int, is_async: bool) -> dict[str, flo
                     tokens, cpu, _ = closed_loop(client, 256, 1024)
                     keep({"tokens_2_ranks": tokens, "cpu_2_ranks": cpu})
     return {name: statistics.median(values) for name, values in found.items()}
-
-
-def measure_peer(python: str, names: list[str], repeats: int, is_async: bool) -> dict[str, float]:
-    """Case to figure of vLLM's engine, by a script that needs nothing of this package."""
-    script = Path(__file__).with_name("vllm_engine.py")
-    command = [python, str(script), str(repeats), "async" if is_async else "sync", *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PEER_TIMEOUT_S)
-    if done.returncode:
-        raise RuntimeError(f"{python} could not measure vLLM's engine:\n{done.stderr[-2000:]}")
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
 
 
 def table(cases: list[Case], ours: dict[str, float], theirs: dict[str, float]) -> Iterator[str]:

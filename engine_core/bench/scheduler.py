@@ -13,15 +13,15 @@ import argparse
 import gc
 import json
 import random
-import subprocess
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from engine_core.bench.peer import measure_vllm
 from engine_core.config import EngineConfig
 from engine_core.kv_cache.hashing import BlockHasher
 from engine_core.protocol import FinishReason
@@ -33,7 +33,6 @@ from executor.step import Int32s, ModelRunnerOutput, SchedulerOutput
 NUM_BLOCKS = 200_000
 MAX_MODEL_LEN = 131_072
 ENDLESS = 1 << 20  # output tokens
-PEER_TIMEOUT_S = 1800.0
 
 _cpu = time.process_time
 
@@ -66,7 +65,7 @@ CASES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of each case; the least counts")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of each case; the median counts")
     parser.add_argument("--only", default="", help="cases to measure, by the start of their name")
     parser.add_argument(
         "--peers",
@@ -87,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
         )
         return 2
     ours = measure_all([case.name for case in wanted], args.repeats)
-    theirs = measure_peer(args.peers, [case.name for case in wanted], args.repeats) if args.peers else {}
+    theirs: dict[str, float] = {}
+    if args.peers:
+        names = [case.name for case in wanted]
+        theirs = measure_vllm(args.peers, "vllm_scheduler.py", str(args.repeats), *names)
     if args.json:
         print(json.dumps({"engine-core": ours, **({"vllm": theirs} if args.peers else {})}, indent=2))
     else:
@@ -97,23 +99,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_all(names: list[str], repeats: int) -> dict[str, float]:
-    """The best of `repeats` measurements of each case, in the case's unit."""
+    """The median of `repeats` measurements of each case, in the case's unit."""
     found: dict[str, float] = {}
     for case in CASES:
         if case.name in names:
-            best = min if case.better == "less" else max
-            found[case.name] = best(_measure(case.name) for _ in range(repeats))
-    return found
-
-
-def measure_peer(python: str, names: list[str], repeats: int) -> dict[str, float]:
-    """The same of vLLM. Raises RuntimeError with its last words if it fails."""
-    script = Path(__file__).with_name("vllm_scheduler.py")
-    command = [python, str(script), str(repeats), *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PEER_TIMEOUT_S)
-    if done.returncode:
-        raise RuntimeError(f"{python} could not measure vLLM's scheduler:\n{done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+            found[case.name] = statistics.median(_measure(case.name) for _ in range(repeats))
     return found
 
 

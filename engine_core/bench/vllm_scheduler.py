@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -246,8 +247,7 @@ def measure(name):
 
 def main():
     repeats, names = int(sys.argv[1]), sys.argv[2:]
-    best = {name: max if name.startswith("admit") else min for name in names}
-    print(json.dumps({name: best[name](measure(name) for _ in range(repeats)) for name in names}))
+    print(json.dumps({name: statistics.median(measure(name) for _ in range(repeats)) for name in names}))
 
 
 if __name__ == "__main__":
