@@ -1,6 +1,6 @@
 """How long ranks take to sum or gather an array through shared memory.
 
-    python benchmarks/collective.py [--ranks 2 3] [--seconds 0.5]
+    python -m benchmarks.collective [--ranks 2 3] [--seconds 0.5]
 
 For each number of ranks and array size: median and best time of a call on rank 0, in microseconds, with the
 ranks arriving together, and what copying the array once costs. With more ranks than cores the time is the

@@ -1,7 +1,7 @@
 """A picture of what `engine-core bench ipc --peers --json` measured.
 
     engine-core bench ipc --peers --json > ipc.json
-    python benchmarks/ipc_chart.py ipc.json docs/img/transport.svg
+    python -m benchmarks.ipc_chart ipc.json docs/img/transport.svg
 
 One group of bars for each case that is a time and was measured for several; the axis is logarithmic.
 """

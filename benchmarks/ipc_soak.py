@@ -1,6 +1,6 @@
 """Hours of traffic in minutes: random sizes, random pauses, every byte checked, and memory that stays flat.
 
-    python benchmarks/ipc_soak.py [--seconds 600] [--readers 4] [--messages N] [--remote 1] [--seed S]
+    python -m benchmarks.ipc_soak [--seconds 600] [--readers 4] [--messages N] [--remote 1] [--seed S]
 
 One writer and its readers, each a process. Prints a line every ten seconds and a summary; status 1 if a
 message was torn, lost or out of order, or if any process grew. With --messages, ends after so many instead

@@ -5,9 +5,8 @@ python -m benchmarks.observability [--rows 256] [--ranks 2] [--rounds 40] [--ste
 
 Engines run side by side, each with worker processes of its own: by default the mock's, which keep a KV cache.
 They take turns, so that whatever else the machine does falls on all, and their outputs are encoded as for a
-client. A step's own time is without the
-wait for the workers. The ranks write their rows of the page in all of them, because the executor goes by
-them; what a row costs is measured alone.
+client. A step's own time is without the wait for the workers. The ranks write their rows of the page in all
+of them, because the executor goes by them; what a row costs is measured alone.
 """
 
 from __future__ import annotations

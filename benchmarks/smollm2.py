@@ -1,6 +1,6 @@
 """SmolLM2 on this machine: tokens a second, and what would be possible.
 
-    python benchmarks/smollm2.py [--ranks 1 3] [--batches 1 8 32] [--context 128] [--seconds 4] [--llama-cpp]
+    python -m benchmarks.smollm2 [--ranks 1 3] [--batches 1 8 32] [--context 128] [--seconds 4] [--llama-cpp]
 
 Decoding is compared with two bounds taken in the same run: numpy's own products of the same shapes (with as
 many threads as it likes), and reading the weights once a step at the bandwidth that a plain sum over memory

@@ -1,6 +1,6 @@
 """What the executor itself costs: a call to all ranks, and a decode step whose worker does nothing.
 
-python -m benchmarks.executor [--ranks 1 2 4] [--rows 256] [--seconds 3]
+python -m benchmarks.multiproc [--ranks 1 2 4] [--rows 256] [--seconds 3]
 """
 
 from __future__ import annotations
