@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import struct
 import sys
@@ -24,6 +25,9 @@ LAUNCH_TIMEOUT_S = 30.0
 
 def main() -> int:
     launcher = socket.socket(fileno=int(sys.argv[1]))
+    if sys.stdout is not None and sys.stderr is not None:
+        os.dup2(2, 1)  # standard output is the launcher's; a worker that prints must not write into it
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     launcher.settimeout(LAUNCH_TIMEOUT_S)
     try:
         launch = _read_launch(launcher)

@@ -39,8 +39,9 @@ class RankProcess:
     """
 
     def __init__(
-        self, rank: int, page_fd: int, stderr_fd: int, collective_fds: Sequence[int] = ()
+        self, rank: int, page_fd: int, output_fd: int, collective_fds: Sequence[int] = ()
     ) -> None:
+        """`output_fd`: for what the rank writes to standard output and error."""
         self.rank = rank
         self.hung_up = False
         self.control, theirs = control_pair()
@@ -51,7 +52,8 @@ class RankProcess:
             self._popen = subprocess.Popen(
                 [sys.executable, *_SAFE_PATH, "-m", "executor.worker_proc", str(rank), *map(str, fds)],
                 stdin=subprocess.DEVNULL,
-                stderr=stderr_fd,
+                stdout=output_fd,
+                stderr=output_fd,
                 pass_fds=fds,
                 start_new_session=True,
                 env=_environment(),

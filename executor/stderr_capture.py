@@ -1,4 +1,6 @@
-"""The ranks' standard error: passed on line by line, and its end kept as evidence."""
+"""What the ranks write to standard error and output: passed on to standard error line by line, and its end
+kept as evidence.
+"""
 
 from __future__ import annotations
 

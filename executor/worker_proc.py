@@ -53,6 +53,7 @@ _now = SYSTEM_CLOCK.monotonic
 def main(argv: list[str]) -> int:
     rank, control_fd, death_fd, page_fd, stack_fd, *collective_fds = map(int, argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which stops its ranks in order
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it goes the way of stderr
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, stack_fd, all_threads=True)
     kill_when_closed(death_fd)

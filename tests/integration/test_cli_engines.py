@@ -59,6 +59,21 @@ def address() -> Iterator[str]:
 # generate
 
 
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_what_a_worker_prints_is_no_output(backend: str, run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "talkative.py").write_text(
+        "from executor.mock_worker import MockWorker\n"
+        "class Talkative(MockWorker):\n"
+        "    def load_model(self):\n"
+        "        print('loading')\n"
+        "        return super().load_model()\n"
+    )
+    args = ("--worker-cls", "talkative:Talkative", "--distributed-executor-backend", backend)
+    done = run_cli("generate", 11, 22, "--max-tokens", 3, *args, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.split() == [str(t) for t in _tokens([11, 22], 3)]
+    assert [line for line in done.stderr.splitlines() if line.endswith("loading")]
+
+
 def test_generate_prints_the_ids(run_cli: RunCli) -> None:
     result = run_cli("generate", 11, 22, 33, "--max-tokens", 7)
     assert result.stdout.split() == [str(token) for token in _tokens([11, 22, 33], 7)]
