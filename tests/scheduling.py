@@ -147,6 +147,7 @@ def random_workload(seed: int, *, is_async: bool | None = None, vocab_size: int 
     aborted = choice([0.0, 0.1, 0.4])
     stems = [[rng.randrange(10, vocab_size) for _ in range(400)] for _ in range(3)]
     step = 0
+    reading = random.Random(-seed)
     for i in range(choice([20, 50])):
         step += rng.randint(0, gap)
         length = rng.randint(1, longest_prompt)
@@ -161,6 +162,8 @@ def random_workload(seed: int, *, is_async: bool | None = None, vocab_size: int 
             "cache_salt": choice([None, None, "a", "b"]),
             "min_tokens": choice([0, 0, 3]),
         }
+        if reading.random() < 0.15:
+            fields["skip_reading_prefix_cache"] = True
         if rng.random() < 0.3:
             fields["eos_token_id"] = rng.randrange(vocab_size)
         if rng.random() < 0.3:

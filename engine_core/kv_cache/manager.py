@@ -43,9 +43,11 @@ class KVCacheManager:
 
         Never all of them: the last token is computed again, because its logits are needed.
         """
-        if self.hasher is None or request.skip_reading_prefix_cache:
+        if self.hasher is None:
             return []
-        request.extend_hashes(self.hasher)
+        request.extend_hashes(self.hasher)  # of tokens that came while it was preempted
+        if request.skip_reading_prefix_cache:
+            return []
         return self.pool.find(request.block_hashes, (num_known - 1) // self.block_size)
 
     def admit(
