@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -40,6 +40,15 @@ _PAGE_PAUSE = {
 }
 
 
+class _AwaitsIdle(NamedTuple):
+    """A call that is answered once no step has anything to do."""
+
+    answer: Deferred
+    action: Callable[[], None]
+    all_ended: bool  # and no request is left, not even a frozen one
+    outlasts_resume: bool  # else there is nothing to wait for any more when requests go on
+
+
 class EngineControl(UtilityMethods):
     """The methods, and the state that they set. All of it belongs to the thread of the step loop.
 
@@ -53,12 +62,13 @@ class EngineControl(UtilityMethods):
         self._emit = emit
         self.weights = Weights(core)
         self._kv_status = "NORMAL"
-        self._rejects_new_requests = False  # paused by a user who does not want them queued
+        self._pause_wanted = False  # by a user; an update of the weights pauses for itself
+        self._rejects_new_requests = False  # nor does the user want new ones queued
         self._is_draining = False
         self._asleep: set[str] = set()  # of WAKE_TAGS
         self._sleep_level = 0
         self._loras: dict[int, LoRARequest] = {}
-        self._when_idle: list[Callable[[], None]] = []
+        self._await_idle: list[_AwaitsIdle] = []
 
     @property
     def refusal(self) -> OutputError | None:
@@ -71,12 +81,16 @@ class EngineControl(UtilityMethods):
 
     def notify_idle(self) -> None:
         """The step loop has run dry."""
-        while self._when_idle:
-            self._when_idle.pop(0)()
+        calls, self._await_idle = self._await_idle, []
+        for call in calls:
+            if call.all_ended and self._scheduler.requests:
+                self._await_idle.append(call)
+            else:
+                call.answer.settle(call.action)
 
     @property
     def waits_for_idle(self) -> bool:
-        return bool(self._when_idle)
+        return bool(self._await_idle)
 
     def abort_all(self) -> None:
         """End every request, with an output that says so."""
@@ -128,22 +142,39 @@ class EngineControl(UtilityMethods):
 
         "abort" ends all requests, "wait" lets the running ones finish, "keep" freezes them.
         """
+        logger.info("pause (%s), asked by %s", mode, self.caller or "the engine")
+        self._pause_wanted = True
+        return self._pause(mode, self._clear_caches if clear_cache else lambda: None)
+
+    def _pause(self, mode: PauseMode, then: Callable[[], None]) -> Deferred | None:
         if mode not in get_args(PauseMode):
             raise ValueError(f"invalid pause mode {mode!r}: one of {', '.join(get_args(PauseMode))}")
-        logger.info("pause (%s), asked by %s", mode, self.caller or "the engine")
         if mode == "abort":
             self.abort_all()
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
         self._show()
-        return self._after_idle(lambda: self._clear_caches() if clear_cache else None)
+        return self._after_idle(then)
 
     @utility
     def resume_scheduler(self) -> None:
-        """Go on, and take new requests. Raises `WeightsUndefined` after a failed update of the weights."""
+        """Go on, and take new requests. A pause, sleep, update or drain that is not complete fails.
+
+        Raises `WeightsUndefined` after a failed update of the weights, RuntimeError while workers sleep.
+        """
         self.weights.check()
-        if self._scheduler.pause_state is not PauseState.UNPAUSED or self._is_draining:
+        if self._asleep:
+            raise RuntimeError(f"{' and '.join(sorted(self._asleep))} are asleep: wake them up, and requests go on")
+        if self.is_scheduler_paused() or self._is_draining:
             logger.info("resume, asked by %s", self.caller or "the engine")
-        self._rejects_new_requests = self._is_draining = False
+        calls, self._await_idle = self._await_idle, []
+        for call in calls:
+            if call.outlasts_resume:
+                self._await_idle.append(call)
+            else:
+                call.answer.resolve(
+                    error=RuntimeError(f"requests go on before it was done, by {self.caller}")
+                )
+        self._pause_wanted = self._rejects_new_requests = self._is_draining = False
         self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
     @utility
@@ -158,7 +189,7 @@ class EngineControl(UtilityMethods):
         logger.info("drain, asked by %s", self.caller)
         self._is_draining = True
         self._show()
-        return self._after_idle(lambda: None)
+        return self._after_idle(lambda: None, all_ended=True)
 
     # Sleeping.
 
@@ -272,25 +303,22 @@ class EngineControl(UtilityMethods):
             update["path"] = path
         if tensors is not None:
             update["tensors"] = tensors
-        was_running = not self.is_scheduler_paused()
-        if self.weights.failed is not None:
-            was_running |= self.weights.failed.was_running
         logger.info("update of the weights to version %s, asked by %s", weight_version, self.caller)
 
         def apply() -> None:
-            self.weights.update(weight_version, update, was_running, self._show)
+            if "weights" in self._asleep:
+                raise RuntimeError("the weights were put to sleep before: wake them up first")
+            if not self.is_scheduler_paused():  # an update before this one has gone on
+                self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            self.weights.update(weight_version, update, self._show)
             self._clear_caches()
-            if was_running:
-                self.resume_scheduler()
+            if not self._pause_wanted:
+                self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
         if self.is_scheduler_paused() and not self._core.has_work:
             apply()
             return None
-        paused = self.pause_scheduler(mode, clear_cache=False)
-        if paused is not None:
-            return paused.then(apply)
-        apply()
-        return None
+        return self._pause(mode, apply)
 
     @utility
     def restore_weights(self) -> Deferred:
@@ -308,10 +336,10 @@ class EngineControl(UtilityMethods):
 
         def restored() -> None:
             self.weights.check()
-            if failed is not None and failed.was_running:
-                self.resume_scheduler()
+            if failed is not None and not self._pause_wanted:
+                self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
-        deferred = self._after_idle(restored)
+        deferred = self._after_idle(restored, outlasts_resume=True)
         assert deferred is not None  # a restart is work
         return deferred
 
@@ -486,14 +514,16 @@ class EngineControl(UtilityMethods):
 
     # Helpers
 
-    def _after_idle(self, action: Callable[[], None]) -> Deferred | None:
-        """Run `action` once no step has anything to do; None if that was at once."""
-        if not self._core.has_work:
+    def _after_idle(
+        self, action: Callable[[], None], *, all_ended: bool = False, outlasts_resume: bool = False
+    ) -> Deferred | None:
+        """Run `action` once no step has anything to do; None if that was at once. See `_AwaitsIdle`."""
+        if not self._core.has_work and not (all_ended and self._scheduler.requests):
             action()
             return None
-        deferred = Deferred()
-        self._when_idle.append(lambda: deferred.settle(action))
-        return deferred
+        answer = Deferred()
+        self._await_idle.append(_AwaitsIdle(answer, action, all_ended, outlasts_resume))
+        return answer
 
     def _clear_caches(self) -> None:
         if not self._core.reset_prefix_cache(reset_running=True):

@@ -15,7 +15,6 @@ logger = logging.getLogger("engine_core")
 class FailedUpdate(NamedTuple):
     version: str
     num_restarts: int  # of the ranks by then
-    was_running: bool  # before it
 
 
 class WeightsUndefined(RuntimeError):
@@ -51,9 +50,7 @@ class Weights:
         self.failed = None
         self.status = "NORMAL"
 
-    def update(
-        self, version: str, update: dict[str, Any], was_running: bool, show: Callable[[], None]
-    ) -> None:
+    def update(self, version: str, update: dict[str, Any], show: Callable[[], None]) -> None:
         """Have every rank update its weights; the engine is idle. Raises WeightsUndefined if one fails.
 
         `show` is called when there is something new to be seen.
@@ -64,7 +61,7 @@ class Weights:
             self._core.executor.collective_rpc("update_weights", args=(update,))
         except ExecutorError as error:
             self.status = "FAILED"
-            self.failed = FailedUpdate(version, self._core.num_restarts, was_running)
+            self.failed = FailedUpdate(version, self._core.num_restarts)
             raise WeightsUndefined(
                 f"{error}; some ranks may have the weights of version {version} and some those of "
                 f"{self.version}, so the engine stays paused: update_weights again, or restore_weights"
