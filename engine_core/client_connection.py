@@ -39,6 +39,7 @@ from engine_core.protocol import ReadyResponse
 from engine_core.sockets import Context, Socket
 from engine_core.wire import Frame
 from engine_core.zmq_monitor import monitor_of
+from executor.spawning import module_command, module_environment
 from transport.clock import SYSTEM_CLOCK, Clock
 from transport.state_page import StatePage, StatePageError
 
@@ -95,10 +96,11 @@ class Connection:
         with theirs:
             # A session of its own: a terminal's Ctrl-C is the launcher's to handle.
             process = subprocess.Popen(
-                [sys.executable, "-m", "engine_core.launched", str(theirs.fileno())],
+                module_command("engine_core.launched", theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
+                env=module_environment(),
             )
         connection = cls(ours, process, clock)
         try:
@@ -167,7 +169,7 @@ class Connection:
         deadline = self._clock.monotonic() + LAST_WORD_TIMEOUT_S
         try:
             while True:
-                message = self._hear(deadline, "to say why it ended")
+                message = self._hear(deadline, "did not say why it ended")
                 if isinstance(message, Ended):
                     return message
         except (EngineDeadError, ProtocolError) as error:
@@ -197,7 +199,8 @@ class Connection:
 
     def _join(self, timeout_s: float) -> None:
         deadline = self._clock.monotonic() + timeout_s
-        greeting = self._expect(Greeting, deadline, "to be ready")
+        silence = f"was not heard within {timeout_s:g} s: it is starting, or stopped, or no engine"
+        greeting = self._expect(Greeting, deadline, silence)
         if greeting.version != VERSION:
             raise ProtocolError(
                 f"the engine's lobby speaks version {greeting.version}, this client {VERSION}"
@@ -212,7 +215,8 @@ class Connection:
         ]
         name = f"{os.path.basename(sys.argv[0] or 'python')}, pid {os.getpid()}"
         self._say(Join(input=addresses[0], output=addresses[1], name=name))
-        self.client_index = self._expect(Joined, deadline, "to let this client in").client_index
+        silence = f"did not let this client in within {JOIN_TIMEOUT_S:g} s"
+        self.client_index = self._expect(Joined, deadline, silence).client_index
         for sock in (self.requests, monitor):
             self._await(sock, deadline)
         self.outputs.disable_monitor()
@@ -240,22 +244,22 @@ class Connection:
     def _say(self, message: Message) -> None:
         self.stream.sendall(frame(message))
 
-    def _expect(self, kind: type[M], deadline: float, what: str) -> M:
-        message = self._hear(deadline, what)
+    def _expect(self, kind: type[M], deadline: float, silence: str) -> M:
+        message = self._hear(deadline, silence)
         if isinstance(message, Ended):
             raise EngineDeadError(message.cause)
         if not isinstance(message, kind):
             raise ProtocolError(f"the engine said {type(message).__name__.lower()} out of turn")
         return message
 
-    def _hear(self, deadline: float, what: str) -> Message:
-        """The engine's next message. Raises `EngineDeadError` if none comes."""
+    def _hear(self, deadline: float, silence: str) -> Message:
+        """The engine's next message. Raises `EngineDeadError`, with `silence` as what it did, if none comes."""
         poll = select.poll()
         poll.register(self.stream, select.POLLIN)
         while not self._messages:
             wait_s = max(0.0, deadline - self._clock.monotonic())
             if not poll.poll(wait_s * 1000):
-                raise EngineDeadError(f"{self._who()} took too long {what}")
+                raise EngineDeadError(f"{self._who()} {silence}")
             try:
                 data = self.stream.recv(1 << 16)
             except BlockingIOError:

@@ -191,11 +191,9 @@ class ClientSession(Generic[S, C]):
                 "duplicate_request_id", f"request {request_id!r} of this client is live", False, request_id
             )
         try:
-            tokens = np.asarray(prompt, _TOKEN_TYPE).tobytes()
-        except (OverflowError, TypeError, ValueError) as error:
-            raise RequestError(
-                VALIDATION_ERROR, f"the prompt is not a list of token ids: {error}", False, request_id
-            ) from None
+            tokens = _token_bytes(prompt)
+        except ValueError as error:
+            raise RequestError(VALIDATION_ERROR, str(error), False, request_id) from None
         request = EngineCoreRequest(
             request_id,
             tokens,
@@ -314,3 +312,25 @@ class ClientSession(Generic[S, C]):
             return False
         self._num_streams -= self._live.pop(request_id) is not None
         return True
+
+
+def _token_bytes(prompt: Prompt) -> bytes:
+    """As int32, little-endian. Raises ValueError for what is no list of such numbers."""
+    try:
+        tokens = np.asarray(prompt)
+    except (OverflowError, TypeError, ValueError):
+        tokens = np.empty(1, object)
+    if tokens.ndim == 1 and (not len(tokens) or tokens.dtype.kind in "iu"):
+        narrow = tokens.astype(_TOKEN_TYPE)
+        if (narrow == tokens).all():
+            return narrow.tobytes()
+    if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Iterable):
+        raise ValueError(f"the prompt is not a list of token ids but {prompt!r:.50}")
+    for position, token in enumerate(prompt):
+        if (
+            isinstance(token, bool)
+            or not isinstance(token, (int, np.integer))
+            or not -(2**31) <= token < 2**31
+        ):
+            raise ValueError(f"token {position} of the prompt is {token!r:.50}, and no token id")
+    raise ValueError("the prompt is not a list of token ids")

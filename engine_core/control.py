@@ -163,7 +163,9 @@ class EngineControl(UtilityMethods):
         """
         self.weights.check()
         if self._asleep:
-            raise RuntimeError(f"{' and '.join(sorted(self._asleep))} are asleep: wake them up, and requests go on")
+            raise RuntimeError(
+                f"{' and '.join(sorted(self._asleep))} are asleep: wake them up, and requests go on"
+            )
         if self.is_scheduler_paused() or self._is_draining:
             logger.info("resume, asked by %s", self.caller or "the engine")
         calls, self._await_idle = self._await_idle, []

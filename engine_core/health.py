@@ -55,6 +55,8 @@ def ready(snapshot: Snapshot, now_s: float, *, heartbeat_limit_s: float = HEARTB
     engine = snapshot["engine"]
     if engine["phase"] != "ready":
         return Verdict(False, f"the engine is {engine['phase']}")
+    if engine["weight_status"] == "FAILED":
+        return Verdict(False, "an update of the weights failed half-way: update them again, or restore them")
     if engine["sleep_level"]:
         return Verdict(False, f"the engine sleeps at level {engine['sleep_level']}: wake it up")
     if engine["pause"] != "running":
@@ -124,4 +126,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def _cause(engine: Row) -> str:
-    return f": {engine['first_error']}" if engine["first_error"] else ""
+    if not engine["first_error"]:
+        return ""
+    if engine["phase"] == "failed":
+        return f": {engine['first_error']}"
+    return f" (before, it had got over: {engine['first_error']})"

@@ -249,4 +249,3 @@ class EngineMetrics:
     def output(self, seconds: float) -> None:
         """It took so long to encode and send what a step has yielded."""
         self.stage_s[-1] += seconds
-

@@ -135,8 +135,7 @@ class Observation:
             self._stack.callback(log.stop)
 
     def crashed(self, cause: str) -> None:
-        if not self.row.first_error:
-            self.row.first_error = cause
+        self.row.first_error = cause  # in place of one that was got over
         self.row.phase = "failed"
 
     def _stopped(self) -> None:

@@ -44,8 +44,8 @@ class Weights:
             return
         if self.are_undefined:
             raise WeightsUndefined(
-                f"the update of the weights to version {failed.version} failed half-way: update_weights "
-                "again, or restore_weights"
+                f"the update of the weights to version {failed.version} failed half-way: update "
+                "them again, or restore them"
             )
         self.failed = None
         self.status = "NORMAL"
@@ -64,7 +64,7 @@ class Weights:
             self.failed = FailedUpdate(version, self._core.num_restarts)
             raise WeightsUndefined(
                 f"{error}; some ranks may have the weights of version {version} and some those of "
-                f"{self.version}, so the engine stays paused: update_weights again, or restore_weights"
+                f"{self.version}, so the engine stays paused: update the weights again, or restore them"
             ) from error
         self.failed = None
         self.version = version

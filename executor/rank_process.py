@@ -7,15 +7,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
 from executor.control import Failure, FromRank, RankHungUp, control_pair, receive_from_rank
+from executor.spawning import module_command, module_environment
 from transport.processes import what_keeps_it
 
 # Faulthandler's, in every rank. A real-time signal, because workers and their libraries use the common ones.
@@ -25,9 +23,6 @@ _SETTLE_S = 0.02
 _ENDING_S = 5.0  # an interpreter takes a while to take itself down
 _STACK_WAIT_S = 0.5
 _STACK_BYTES = 32 << 10
-
-# The current directory must not shadow modules in the ranks if it does not in the engine.
-_SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
 
 
 class RankProcess:
@@ -50,13 +45,13 @@ class RankProcess:
         fds = (theirs.fileno(), death_reader, page_fd, self._stack_fd, *collective_fds)
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, *_SAFE_PATH, "-m", "executor.worker_proc", str(rank), *map(str, fds)],
+                module_command("executor.worker_proc", rank, *fds),
                 stdin=subprocess.DEVNULL,
                 stdout=output_fd,
                 stderr=output_fd,
                 pass_fds=fds,
                 start_new_session=True,
-                env=_environment(),
+                env=module_environment(),
             )
         except BaseException:
             self.control.close()
@@ -133,14 +128,6 @@ class RankProcess:
         os.close(self._death_writer)
         os.close(self._stack_fd)
         os.close(self.pidfd)
-
-
-def _environment() -> dict[str, str]:
-    """Ours, with this package to be found where it was found here."""
-    root = str(Path(__file__).resolve().parent.parent)
-    if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return dict(os.environ)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
 
 def first_cause(

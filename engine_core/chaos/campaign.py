@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -29,6 +28,7 @@ from engine_core.errors import EngineDeadError, UtilityError
 from engine_core.lobby_protocol import default_address
 from engine_core.replay.traces import TraceRequest
 from executor.sampling_params import SamplingParams
+from executor.spawning import module_command
 from transport.clock import SYSTEM_CLOCK, Clock
 from transport.state_page import StatePage
 
@@ -265,7 +265,7 @@ class Campaign:
         self._num_bystanders += 1
         seed = self._settings.seed + self._num_bystanders
         self._bystander = subprocess.Popen(
-            [sys.executable, "-m", "engine_core.chaos.bystander", self._address, str(seed)],
+            module_command("engine_core.chaos.bystander", self._address, seed),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

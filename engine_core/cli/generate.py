@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Deltas = asyncio.Queue["RequestOutput | Exception | None"]
 
+ABORTED = "abort"  # the finish reason of a request that was not done
+
 
 def add_arguments(parser: Parser) -> None:
     prompts = parser.add_argument_group("Prompts")
@@ -139,6 +141,8 @@ async def _deltas(queue: Deltas) -> AsyncIterator[RequestOutput]:
         if isinstance(item, Exception):
             raise item
         yield item
+        if item.finish_reason == ABORTED:
+            raise RequestError(ABORTED, "the engine ended it before it was done", True)
 
 
 async def _show_ids(queue: Deltas) -> RequestError | None:
@@ -187,7 +191,7 @@ async def _show_json(index: int, queue: Deltas, tokenizer: Tokenizer | None) -> 
                 logprobs += _lines(output.logprobs)
     except RequestError as refusal:
         error = refusal
-        shown["finish_reason"] = "error"
+        shown["finish_reason"] = ABORTED if refusal.code == ABORTED else "error"
         shown["error"] = {"code": refusal.code, "message": refusal.message}
     if logprobs:
         shown["logprobs"] = logprobs

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 
+from engine_core.cli.messages import say
 from engine_core.cli.parser import Parser, integer, key_value
 from engine_core.config import ConfigError, EngineConfig, field_types, literal_choices
 
@@ -120,6 +121,8 @@ def engine_config(parser: Parser, args: argparse.Namespace, **defaults: Any) -> 
     A bad value is a usage error.
     """
     values = {**defaults, **given(args)}
+    if getattr(args, "connect", None) is not None and (unused := given(args).keys() - {"model"}):
+        say(f"{parser.prog}: {', '.join(sorted(map(flag, unused)))}: not for the engine that runs already")
     if "worker_options" in defaults:
         values["worker_options"] = {**defaults["worker_options"], **given(args).get("worker_options", {})}
     config = EngineConfig(**values)

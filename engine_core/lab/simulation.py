@@ -209,10 +209,20 @@ class Simulation:
         if len(self.engines) > 1:
             for engine in self.engines:
                 engine.hear_until(request.arrival_s)
-            chosen = self._routing.route(request, self.engines)
-            if not (isinstance(chosen, int) and 0 <= chosen < len(self.engines)):
-                raise RoutingError(f"the routing policy chose engine {chosen!r} of {len(self.engines)}")
+            chosen = self._route(request)
         self.engines[chosen].receive(request)
+
+    def _route(self, request: TraceRequest) -> int:
+        try:
+            chosen = self._routing.route(request, self.engines)
+        except Exception as error:  # the user's code
+            name = type(self._routing).__name__
+            raise RoutingError(
+                f"routing policy {name} raised {type(error).__name__}: {error}, for {request}"
+            ) from error
+        if not (isinstance(chosen, int) and 0 <= chosen < len(self.engines)):
+            raise RoutingError(f"the routing policy chose engine {chosen!r} of {len(self.engines)}")
+        return chosen
 
     def report(
         self, latency_model: str, unbounded_hits: int | None = None, skipped_lines: int = 0

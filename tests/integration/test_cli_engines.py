@@ -60,6 +60,30 @@ def address() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_files_in_the_current_directory_shadow_no_module(
+    backend: str, run_cli: RunCli, tmp_path: Path
+) -> None:
+    for package in ("executor", "transport", "engine_core"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('the wrong one')\n")
+    (tmp_path / "queue.py").write_text("raise SystemExit('the wrong one')\n")
+    script = Path(sys.executable).with_name("engine-core")
+    command = [
+        str(script),
+        "generate",
+        "11",
+        "22",
+        "--max-tokens",
+        "3",
+        "--distributed-executor-backend",
+        backend,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(t) for t in _tokens([11, 22], 3)]
+
+
+@pytest.mark.parametrize("backend", ["uni", "mp"])
 def test_what_a_worker_prints_is_no_output(backend: str, run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "talkative.py").write_text(
         "from executor.mock_worker import MockWorker\n"
