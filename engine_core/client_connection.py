@@ -114,6 +114,9 @@ class Connection:
         except (EngineDeadError, ProtocolError) as error:
             connection.close()
             raise EngineStartError(_cause(error)) from None
+        except OSError as error:
+            connection.close()
+            raise EngineStartError(f"the engine cannot be told what to run: {error}") from None
         except BaseException:
             connection.close()
             raise
@@ -253,7 +256,7 @@ class Connection:
         return message
 
     def _hear(self, deadline: float, silence: str) -> Message:
-        """The engine's next message. Raises `EngineDeadError`, with `silence` as what it did, if none comes."""
+        """The engine's next message; if none comes, `EngineDeadError` with `silence` as what it did."""
         poll = select.poll()
         poll.register(self.stream, select.POLLIN)
         while not self._messages:

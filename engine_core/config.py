@@ -22,6 +22,7 @@ Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 MAX_WAIT_S = 1e6  # what the system calls that wait can take
 MAX_SEQS = 1 << 20  # the batch has columns of this length
+MAX_OPTIONS_BYTES = 100_000  # encoded; each rank is told in one packet
 
 
 class ConfigError(ValueError):
@@ -226,6 +227,12 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             _check_type(name, getattr(self, name), type_)
         if not re.fullmatch(r"[\w.]+[.:]\w+", self.worker_cls):
             raise ConfigError("worker_cls", self.worker_cls, "must read package.module:Class")
+        if (size := len(msgspec.msgpack.encode(self.worker_options, enc_hook=repr))) > MAX_OPTIONS_BYTES:
+            raise ConfigError(
+                "worker_options",
+                f"({size} bytes)",
+                f"must not exceed {MAX_OPTIONS_BYTES} bytes: give the worker the path of a file",
+            )
         if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
             raise ConfigError(
                 "distributed_executor_backend",
@@ -269,10 +276,12 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             )
         if max_model_len is None:
             return
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < max_model_len:
+        name = "max_num_batched_tokens" if scheduled is None else "max_num_scheduled_tokens"
+        tokens = self.max_num_batched_tokens if scheduled is None else scheduled
+        if not self.enable_chunked_prefill and tokens < max_model_len:
             raise ConfigError(
-                "max_num_batched_tokens",
-                self.max_num_batched_tokens,
+                name,
+                tokens,
                 f"must be at least max_model_len ({max_model_len}) without chunked prefill",
             )
         if self.long_prefill_token_threshold > max_model_len:

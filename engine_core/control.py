@@ -62,6 +62,7 @@ class EngineControl(UtilityMethods):
         self._emit = emit
         self.weights = Weights(core)
         self._kv_status = "NORMAL"
+        self._most_tokens = core.scheduler.budget
         self._pause_wanted = False  # by a user; an update of the weights pauses for itself
         self._rejects_new_requests = False  # nor does the user want new ones queued
         self._is_draining = False
@@ -419,11 +420,9 @@ class EngineControl(UtilityMethods):
             tokens = before["max_num_batched_tokens"]
         if not 1 <= seqs <= config.max_num_seqs:
             raise ValueError(f"max_num_seqs = {seqs} is not from 1 to {config.max_num_seqs}")
-        if not seqs <= tokens <= config.max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_batched_tokens = {tokens} is not from max_num_seqs ({seqs}) to "
-                f"{config.max_num_batched_tokens}"
-            )
+        least = min(seqs, self._most_tokens)  # a token for each; fewer, if it was started with fewer
+        if not least <= tokens <= self._most_tokens:
+            raise ValueError(f"max_num_batched_tokens = {tokens} is not from {least} to {self._most_tokens}")
         if not config.enable_chunked_prefill and tokens < self._core.capacity.max_model_len:
             raise ValueError(
                 f"max_num_batched_tokens = {tokens} is less than max_model_len "

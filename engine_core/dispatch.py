@@ -73,6 +73,7 @@ class Dispatcher:
                 raise ProtocolError(f"unknown message type {kind!r}")
         except ProtocolError as error:
             self._warn("client %d: message dropped: %s", client_index, error)
+        self._tell_if_idle()
 
     def aborted_ids(self, frames: Sequence[Frame]) -> list[str]:
         """The ids in an ABORT message; empty for any other."""
@@ -90,6 +91,9 @@ class Dispatcher:
         outputs = self._core.step_fn()
         if outputs:
             self._emit(outputs)
+        self._tell_if_idle()
+
+    def _tell_if_idle(self) -> None:
         if self.control.waits_for_idle and not self._core.has_work:
             self.control.notify_idle()
 

@@ -67,10 +67,13 @@ def _read_launch(launcher: socket.socket) -> Launch:
 
 
 def _read_exactly(launcher: socket.socket, count: int) -> bytes:
-    data = launcher.recv(count, socket.MSG_WAITALL)
-    if len(data) < count:
-        raise ProtocolError("it is gone")
-    return data
+    data = bytearray()
+    while len(data) < count:
+        part = launcher.recv(count - len(data))
+        if not part:
+            raise ProtocolError("it is gone")
+        data += part
+    return bytes(data)
 
 
 if __name__ == "__main__":

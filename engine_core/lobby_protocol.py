@@ -28,7 +28,7 @@ from engine_core.protocol import ReadyResponse
 from transport.processes import SOCKET_PATH_LIMIT
 
 VERSION = 1
-MAX_MESSAGE_BYTES = 16 << 20  # a configuration with large worker options
+MAX_MESSAGE_BYTES = 16 << 20  # far above a configuration with its worker options
 
 
 class Greeting(msgspec.Struct, tag="greeting", kw_only=True):

@@ -44,6 +44,7 @@ logger = logging.getLogger("engine_core")
 AnyEvent = Event | FrontEndJoined | ExecutorError
 
 COORDINATOR_TIMEOUT_S = 600.0  # until all engines of a deployment have come
+LONGEST_WAIT_S = 3600.0
 TEARDOWN_GRACE_S = 5.0  # beyond what the workers are given
 GC_THRESHOLD = 50_000  # new objects; a step leaves few that live, so rarely is often enough
 
@@ -224,7 +225,8 @@ class EngineCoreProc:
             until.append(deadline_s)
         if not until:
             return None
-        return max(0, int((min(until) - self._clock.monotonic()) * 1000) + 1)
+        wait_s = min(min(until) - self._clock.monotonic(), LONGEST_WAIT_S)  # poll's milliseconds are an int
+        return max(0, int(wait_s * 1000) + 1)
 
     def _is_done(self) -> bool:
         """Whether to stop now: requests have ended, or their time is up."""

@@ -17,6 +17,7 @@ VALIDATION_ERROR = "validation_error"
 DEADLINE_EXCEEDED = "deadline_exceeded"
 # Log-probs of a whole prompt leave in one message, whose size must have a bound: 128 MiB here.
 MAX_PROMPT_LOGPROB_ENTRIES = 16 << 20
+MAX_NESTING = 64  # of extra_args, which the workers are sent
 MAX_REQUEST_ID_CHARS = 4096  # it is repeated in every output
 
 
@@ -52,18 +53,29 @@ def validate_request(
         raise _refusal(
             f"request_id has {len(request.request_id)} characters, at most {MAX_REQUEST_ID_CHARS} are allowed"
         )
-    if math.isnan(request.arrival_time):
-        raise _refusal("arrival_time = nan has no place in the order of arrival")
+    if not math.isfinite(request.arrival_time):
+        raise _refusal(f"arrival_time = {request.arrival_time} has no place in the order of arrival")
     _refuse_unsupported(request)
     params = request.sampling_params
     if params is None:
         raise _refusal("sampling_params is missing")
+    if params.extra_args is not None and _is_nested(params.extra_args, MAX_NESTING):
+        raise _refusal(f"extra_args is nested more than {MAX_NESTING} deep")
     prompt = _prompt_tokens(request.prompt_token_ids, limits)
     _check_lengths(params, len(prompt), limits)
     _check_sampling(params, limits)
     if request.lora_request is not None and not limits.max_loras:
         raise _refusal("lora_request: adapters are not enabled on this engine (--enable-lora)")
     return prompt, params
+
+
+def _is_nested(value: object, depth: int) -> bool:
+    """Whether more than `depth` containers are in one another."""
+    if isinstance(value, dict):
+        return not depth or any(_is_nested(part, depth - 1) for part in value.values())
+    if isinstance(value, (list, tuple)):
+        return not depth or any(_is_nested(part, depth - 1) for part in value)
+    return False
 
 
 def check_prompt_length(num_tokens: int, limits: RequestLimits) -> None:

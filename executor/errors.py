@@ -7,9 +7,11 @@ standard error and, for a stuck one, where each of its threads stands.
 from __future__ import annotations
 
 import signal
+import traceback
 from dataclasses import dataclass
 
 _LONGEST_TEXT = 2000
+_LONGEST_TRACEBACK = 16 << 10
 
 
 class ExecutorError(Exception):
@@ -129,10 +131,19 @@ class ExecutorRestarting(ExecutorError):
 
 def described(error: BaseException) -> str:
     """`ValueError: what it says`, of bounded length."""
-    text = str(error)
+    try:
+        text = str(error).encode(errors="backslashreplace").decode()
+    except Exception as unspeakable:  # the user's class
+        text = f"(its text cannot be had: {type(unspeakable).__name__})"
     if len(text) > _LONGEST_TEXT:
         text = f"{text[:_LONGEST_TEXT]} ... ({len(text)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def traceback_of(error: BaseException) -> str:
+    """Its end, if it is long."""
+    text = "".join(traceback.format_exception(error)).encode(errors="backslashreplace").decode()
+    return text[-_LONGEST_TRACEBACK:]
 
 
 def signal_name(exit_code: int | None) -> str | None:

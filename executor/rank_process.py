@@ -14,7 +14,7 @@ import msgspec
 
 from executor.control import Failure, FromRank, RankHungUp, control_pair, receive_from_rank
 from executor.spawning import module_command, module_environment
-from transport.processes import what_keeps_it
+from transport.processes import kill_when_closed, what_keeps_it
 
 # Faulthandler's, in every rank. A real-time signal, because workers and their libraries use the common ones.
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -33,9 +33,7 @@ class RankProcess:
     any way.
     """
 
-    def __init__(
-        self, rank: int, page_fd: int, output_fd: int, collective_fds: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, rank: int, page_fd: int, output_fd: int, collective_fds: Sequence[int] = ()) -> None:
         """`output_fd`: for what the rank writes to standard output and error."""
         self.rank = rank
         self.hung_up = False
@@ -53,6 +51,7 @@ class RankProcess:
                 start_new_session=True,
                 env=module_environment(),
             )
+            kill_when_closed(death_reader, self._popen.pid)  # it may be stopped before it can ask for it
         except BaseException:
             self.control.close()
             os.close(self._death_writer)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future as RestartFuture
 from typing import Any
 
 from executor.base import Completed, EngineCapacity, Executor, FailureCallback, check_capacity
 from executor.config import ExecutorConfig
-from executor.errors import ExecutorClosed, ExecutorError, WorkerFailed, WorkerStartFailed, described
+from executor.errors import (
+    ExecutorClosed,
+    ExecutorError,
+    WorkerFailed,
+    WorkerStartFailed,
+    described,
+    traceback_of,
+)
 from executor.host import PAGE_PHASES, WorkerHost
 from executor.step import ModelRunnerOutput, SchedulerOutput
 from transport.clock import SYSTEM_CLOCK
@@ -91,7 +97,7 @@ class UniProcExecutor(Executor):
             self._fail(error)
             self._host.shutdown()
             raise WorkerStartFailed(
-                0, os.getpid(), phase, described(error), stderr_tail=traceback.format_exc()
+                0, os.getpid(), phase, described(error), stderr_tail=traceback_of(error)
             ) from error
         self._enter("waiting")
         model = self._host.model
@@ -158,7 +164,7 @@ class UniProcExecutor(Executor):
             method,
             step_id,
             message=described(error),
-            stderr_tail="".join(traceback.format_exception(error)),
+            stderr_tail=traceback_of(error),
         )
         failure.__cause__ = error
         return failure

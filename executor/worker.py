@@ -91,15 +91,16 @@ class Worker:
                 raise RuntimeError("the profiler runs already")
             import cProfile
 
-            self._profile = cProfile.Profile()
             self._profile_file = os.path.abspath(f"{prefix or 'engine-core-'}rank{self.rank}.prof")
+            open(self._profile_file, "wb").close()  # what cannot be written is not begun
+            self._profile = cProfile.Profile()
             self._profile.enable()
             return None
         if self._profile is None:
             raise RuntimeError("the profiler does not run")
-        self._profile.disable()
-        self._profile.dump_stats(self._profile_file)
-        self._profile = None
+        profile, self._profile = self._profile, None
+        profile.disable()
+        profile.dump_stats(self._profile_file)
         return self._profile_file
 
     def set_log_level(self, level: str, logger: str | None = None) -> None:

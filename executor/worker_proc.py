@@ -9,11 +9,9 @@ started it, ends. Its imports are part of every start, so they are kept to what 
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import logging
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -32,7 +30,7 @@ from executor.control import (
     receive_from_executor,
     send,
 )
-from executor.errors import described
+from executor.errors import described, traceback_of
 from executor.host import PAGE_PHASES, WorkerHost
 from executor.rank_process import STACK_SIGNAL
 from executor.step_codec import STEP, decode_step, encode_output
@@ -42,7 +40,7 @@ from transport.collective import Collective
 from transport.errors import QueueClosed, WriterDied
 from transport.heartbeat import Heartbeat
 from transport.message_queue import MessageQueue
-from transport.processes import die_with_parent
+from transport.processes import die_with_parent, kill_when_closed
 from transport.state_page import StatePage
 from transport.state_rows import RankRow
 
@@ -56,7 +54,7 @@ def main(argv: list[str]) -> int:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it goes the way of stderr
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, stack_fd, all_threads=True)
-    kill_when_closed(death_fd)
+    kill_when_closed(death_fd, os.getpid())
     # The engine puts the rank in front of each line.
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     control = socket.socket(fileno=control_fd)
@@ -171,7 +169,7 @@ class RankServer:
                 value = None
             parts = encode_reply(Reply(call.seq, value))
         except Exception as error:
-            parts = encode_reply(Reply(call.seq, error=described(error), traceback=traceback.format_exc()))
+            parts = encode_reply(Reply(call.seq, error=described(error), traceback=traceback_of(error)))
         self._answers.enqueue(*parts, timeout_s=self._answer_timeout_s)
         self._row.end(_now())
 
@@ -179,20 +177,6 @@ class RankServer:
 def fail(row: RankRow, error: Exception) -> None:
     row.error = described(error)
     row.enter("failed", _now())
-
-
-def kill_when_closed(fd: int) -> None:
-    """Have the kernel kill this process when the writing end of the pipe `fd` is closed, whatever it does
-    then.
-
-    PR_SET_PDEATHSIG, which is set too, follows the parent's thread; this follows its process, from the very
-    start, and no thread of ours has to be able to run.
-    """
-    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([fd], [], [], 0)[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

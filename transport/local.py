@@ -101,6 +101,8 @@ def pieces(parts: Sequence[Buffer], nbytes: int, piece_bytes: int) -> Iterator[t
     room = piece_bytes - 8
     left = nbytes
     for part in parts:
+        if not nbytes_of(part):
+            continue  # with several dimensions it could not be cast
         view = memoryview(part).cast("B")  # type: ignore[arg-type]
         while view.nbytes:
             head, view = view[:room], view[room:]
@@ -215,6 +217,8 @@ class LocalReader(MessageQueue):
                 view = reader.try_read()
                 if view is not None:  # and not only a part of a message
                     return view
+        if timeout_s <= 0:
+            self._sleeper.sleep(0.0)  # who only looks hears of the writer's end, too
         raise TransportTimeout(
             f"rank {self.rank} got nothing from the writer (pid {self._writer.pid}) of queue {self.name!r} "
             f"within {timeout_s:g} s",

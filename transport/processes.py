@@ -6,6 +6,7 @@ A pid alone is ambiguous, because pids are reused; a pid with its start time is 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import select
 import signal
@@ -85,6 +86,20 @@ def pidfd_of(identity: ProcessIdentity) -> int:
 
 def has_ended(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def kill_when_closed(fd: int, pid: int) -> None:
+    """Have the kernel kill process `pid` when the writing end of the pipe `fd` is closed, whatever it does
+    then: this process itself, or a child that has `fd` too.
+
+    PR_SET_PDEATHSIG follows the parent's thread, and is the child's to ask for; this follows the parent's
+    process, from the very start, and no thread of ours has to be able to run.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([fd], [], [], 0)[0]:
+        os.kill(pid, signal.SIGKILL)
 
 
 def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:

@@ -49,6 +49,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -151,6 +152,9 @@ def anonymous_file(size: int, label: str) -> int:
 
     Raises TransportError if there is not enough memory.
     """
+    if size > (available := available_memory()):
+        # The kernel would end processes, and not refuse.
+        raise TransportError(f"cannot allocate {size} bytes of shared memory: {available} are available")
     try:
         fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError) as error:
@@ -165,6 +169,15 @@ def anonymous_file(size: int, label: str) -> int:
     # Nobody who holds the descriptor can truncate it under the others' feet.
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd
+
+
+def available_memory() -> int:
+    """Bytes that the host has left for new allocations."""
+    with open("/proc/meminfo", "rb") as file:
+        for line in file:
+            if line.startswith(b"MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return sys.maxsize
 
 
 def _unlinked_file(size: int) -> int:

@@ -233,6 +233,14 @@ def test_a_deadline_passes_while_the_engine_is_paused(engine: EngineClient) -> N
         list(engine.generate(prompt(8, 10), deadline_s=0.2))
 
 
+def test_a_deadline_of_years_is_one(engine: EngineClient) -> None:
+    engine.pause_generation("keep")
+    engine.add_request([5, 6], SamplingParams(max_tokens=3), request_id="patient", deadline_s=1e10)
+    assert engine.outputs(0.3) == []
+    engine.resume_generation()
+    assert [t for o in receive_all(engine)["patient"] for t in o.new_token_ids] == expected([5, 6], 3)
+
+
 def test_a_barrier_names_the_ranks_that_are_missing_and_what_they_do(engine: EngineClient) -> None:
     assert engine.barrier("all here") is None
     with pytest.raises(UtilityError, match=r"collective_rpc|nap"):
@@ -270,3 +278,7 @@ def test_ranks_are_profiled(engine: EngineClient, tmp_path: Path) -> None:
         assert "execute_model" in functions
     with pytest.raises(UtilityError, match="does not run"):
         engine.stop_profile()
+    with pytest.raises(UtilityError, match=r"No such file or directory: '/nowhere/p-rank0.prof'"):
+        engine.start_profile("/nowhere/p-")
+    engine.start_profile(str(tmp_path / "again-"))  # what could not begin is in nobody's way
+    engine.stop_profile()

@@ -36,6 +36,7 @@ def test_defaults_are_valid() -> None:
         ("seed", 1 << 64),
         ("max_num_seqs", 10**11),
         ("max_num_queued_reqs", -1),
+        ("worker_options", {"weights": "x" * 100_000}),
     ],
 )
 def test_a_bad_value_is_named_with_its_field(field: str, value: object) -> None:
@@ -52,6 +53,9 @@ def test_limits_that_depend_on_the_model_are_checked_once_it_is_known() -> None:
     config.validate()
     with pytest.raises(ConfigError, match="max_num_batched_tokens"):
         config.validate(max_model_len=4096)
+    config = EngineConfig(enable_chunked_prefill=False, max_num_scheduled_tokens=1024)
+    with pytest.raises(ConfigError, match="max_num_scheduled_tokens = 1024: must be at least max_model_len"):
+        config.validate(max_model_len=2048)
     with pytest.raises(ConfigError, match="long_prefill_token_threshold"):
         EngineConfig(long_prefill_token_threshold=100, max_model_len=64).validate()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -300,6 +301,26 @@ def test_each_end_refuses_the_other_ends_calls(make: Make) -> None:
     for call in (reader.handle, lambda: reader.enqueue(b"", timeout_s=1), lambda: reader.wait_until_ready(1)):
         with pytest.raises(TransportError, match="reads"):
             call()
+
+
+def test_who_only_looks_hears_of_the_writers_end(make: Make) -> None:
+    writer, (reader,) = make(1)
+    writer.enqueue(b"last", timeout_s=1)
+    writer.close()
+    assert reader.dequeue_copy(0) == b"last"
+    deadline = time.monotonic() + 5
+    with pytest.raises(QueueClosed):
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TransportTimeout):
+                reader.dequeue_copy(0)
+
+
+def test_an_empty_array_is_a_part_of_a_message_larger_than_the_ring(make: Make) -> None:
+    writer, (reader,) = make(1, capacity_bytes=4096)
+    with ThreadPoolExecutor() as pool:
+        got = pool.submit(reader.dequeue_copy, 10)
+        writer.enqueue(b"x" * 20_000, np.empty((0, 3), np.float32), b"tail", timeout_s=10)
+        assert got.result() == b"x" * 20_000 + b"tail"
 
 
 def test_a_message_larger_than_the_ring_arrives_whole_and_in_order(make: Make) -> None:

@@ -11,8 +11,9 @@ UPDATE = ("update_weights", "v1", None, None, {"value": 1})
 OVERTAKEN = "requests go on before it was done"
 
 
-def busy_engine() -> Engine:
-    engine = Engine(worker_cls="tests.weighted_worker:WeightedWorker", enable_sleep_mode=True)
+def busy_engine(**config: Any) -> Engine:
+    worker_cls = "tests.weighted_worker:WeightedWorker"
+    engine = Engine(worker_cls=worker_cls, enable_sleep_mode=True, **config)
     engine.add("x", prompt(1, 10), max_tokens=30)
     engine.step()
     return engine
@@ -83,3 +84,16 @@ def test_a_drain_is_done_when_no_frozen_request_is_left() -> None:
     assert engine.core.scheduler.requests
     assert answers(engine, ("abort_requests", ["x"])) == [None, None]  # the drain's, too
     assert not engine.core.scheduler.requests
+
+
+def test_a_call_that_leaves_nothing_to_do_answers_those_that_wait_for_that() -> None:
+    engine = busy_engine(async_scheduling=False)
+    assert answers(engine, ("sleep", 1, "wait"), ("pause_scheduler", "keep")) == [None, None]
+    assert state(engine) == (True, True)
+
+
+def test_limits_are_those_of_the_start_where_it_plans_less_than_it_may_batch() -> None:
+    engine = Engine(max_num_batched_tokens=2048, max_num_scheduled_tokens=128, max_num_seqs=256)
+    assert answers(engine, ("set_limits",), ("set_limits", 200), ("set_limits", None, 128)) == [None] * 3
+    (refusal,) = answers(engine, ("set_limits", None, 2048))
+    assert refusal is not None and "max_num_batched_tokens = 2048 is not from 128 to 128" in refusal

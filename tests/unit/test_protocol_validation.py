@@ -26,6 +26,13 @@ def request(
     return EngineCoreRequest(prompt_token_ids=prompt, sampling_params=params, **{**head, **rest, **fields})
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: Any = 1
+    for _ in range(depth - 1):
+        value = [value]
+    return {"key": value}
+
+
 def test_prompt_comes_back_as_int32_from_a_list_or_from_bytes() -> None:
     for prompt in ([1, 2, 99], np.array([1, 2, 99], "<i4").tobytes()):
         tokens, _ = validate_request(request(prompt), LIMITS)
@@ -48,6 +55,8 @@ def test_prompt_comes_back_as_int32_from_a_list_or_from_bytes() -> None:
         (request(request_id=""), "request_id is empty"),
         (request(request_id="x" * 4097), "request_id has 4097 characters, at most 4096"),
         (request(arrival_time=float("nan")), "arrival_time = nan"),
+        (request(arrival_time=float("-inf")), "arrival_time = -inf"),
+        (request(params=SamplingParams(extra_args=nested(65))), "extra_args is nested more than 64 deep"),
         (request(params=None), "sampling_params is missing"),
         (request(params=None, pooling_params=["embed"]), "pooling"),
         (request(mm_features=[["x"]]), "multi-modal"),
@@ -96,6 +105,7 @@ def test_refusal_names_the_sampling_parameter(params: dict[str, Any]) -> None:
 
 
 def test_defaults_of_both_front_ends_pass() -> None:
+    validate_request(request(params=SamplingParams(extra_args=nested(64))), LIMITS)
     validate_request(request(params=SamplingParams(top_k=-1, logprobs=-1, min_tokens=0)), LIMITS)
     validate_request(request(params=SamplingParams(max_tokens=None, top_k=0, temperature=0.0)), LIMITS)
     validate_request(request(params=SamplingParams(eos_token_id=LIMITS.num_token_ids)), LIMITS)

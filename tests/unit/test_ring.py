@@ -111,6 +111,11 @@ def test_an_empty_ring_takes_the_largest_record_at_every_position() -> None:
     ends.close()
 
 
+def test_a_ring_that_the_host_has_no_memory_for_is_refused() -> None:
+    with pytest.raises(TransportError, match=r"cannot allocate .* are available"):
+        ShmRingBuffer.create(1, 1 << 45)
+
+
 def test_full_ring_refuses_until_the_slowest_has_released(ends: Ends) -> None:
     sent = 0
     while ends.writer.try_write([bytes(100)], 100):
