@@ -139,8 +139,9 @@ def first_cause(
     for deaths.
     """
     told = reports()
-    if told or any(process.hung_up for process in ranks):
-        _wait_for_deaths([process for process in ranks if process.rank not in told])
+    if not told and not any(process.hung_up for process in ranks):
+        return None
+    _wait_for_deaths([process for process in ranks if process.rank not in told])
     dead = [process for process in ranks if process.has_ended()]
     told.update(reports())
     for process in dead:

@@ -58,7 +58,7 @@ def test_a_rank_that_raises_is_named_with_its_error(at: str, phase: str) -> None
 @pytest.mark.parametrize(("at", "phase"), PHASES)
 def test_a_rank_that_exits_is_named_with_its_exit_code(at: str, phase: str) -> None:
     error = failing(at, "exit", rank=0)
-    assert (error.rank, error.phase, error.exit_code) == (0, phase, 3)
+    assert (error.rank, error.phase, error.exit_code) == (0, phase, 3), error
     assert f"exited with code 3 in start phase '{phase}'" in str(error)
     assert "about to exit" in error.report()
 
