@@ -143,7 +143,7 @@ class EngineControl(UtilityMethods):
 
         "abort" ends all requests, "wait" lets the running ones finish, "keep" freezes them.
         """
-        logger.info("pause (%s), asked by %s", mode, self.caller or "the engine")
+        logger.info("pause (%s), asked by %s", mode, self.caller)
         self._pause_wanted = True
         return self._pause(mode, self._clear_caches if clear_cache else lambda: None)
 
@@ -168,7 +168,7 @@ class EngineControl(UtilityMethods):
                 f"{' and '.join(sorted(self._asleep))} are asleep: wake them up, and requests go on"
             )
         if self.is_scheduler_paused() or self._is_draining:
-            logger.info("resume, asked by %s", self.caller or "the engine")
+            logger.info("resume, asked by %s", self.caller)
         calls, self._await_idle = self._await_idle, []
         for call in calls:
             if call.outlasts_resume:
@@ -212,6 +212,7 @@ class EngineControl(UtilityMethods):
         if level and not self._core.config.enable_sleep_mode:
             raise RuntimeError("sleep mode is off; the engine has to be started with --enable-sleep-mode")
         self.weights.check()
+        logger.info("sleep at level %d, asked by %s", level, self.caller)
         paused = self.pause_scheduler(mode, clear_cache=level > 0)
         if level == 0:
             return paused
@@ -242,6 +243,7 @@ class EngineControl(UtilityMethods):
             raise RuntimeError("release_kv_cache_memory needs a completed pause first")
         if self._asleep:
             raise RuntimeError("release_kv_cache_memory needs all of the workers' memory to be there")
+        logger.info("the KV cache is released, asked by %s", self.caller)
         self._clear_caches()
         self._asleep.add("kv_cache")
         self._kv_status = "CLEARING"
@@ -256,6 +258,7 @@ class EngineControl(UtilityMethods):
         if unknown:
             raise ValueError(f"unknown wake-up tags: {', '.join(sorted(unknown))}")
         wanted = None if tags is None else [tag for tag in tags if tag in WAKE_TAGS]
+        logger.info("wake up (%s), asked by %s", "all" if tags is None else ", ".join(tags), self.caller)
         if self._asleep and (wanted is None or wanted):
             self._core.executor.collective_rpc("wake_up", args=(wanted,))
             self._asleep.difference_update(WAKE_TAGS if wanted is None else wanted)
@@ -278,6 +281,7 @@ class EngineControl(UtilityMethods):
     def set_weight_version(self, weight_version: str) -> None:
         """Name the weights, after an update by `collective_rpc` for example. Outputs are stamped with it."""
         self.weights.version = weight_version
+        logger.info("the weights are called version %s, asked by %s", weight_version, self.caller)
 
     @utility
     def update_weights(
@@ -370,6 +374,7 @@ class EngineControl(UtilityMethods):
         if users:
             raise RuntimeError(f"adapter {lora_id} is in use by {users} live request(s)")
         removed = self._agreed("remove_lora", lora_id)
+        logger.info("adapter %d removed, asked by %s", lora_id, self.caller)
         self._loras.pop(lora_id, None)
         return removed
 
@@ -455,6 +460,7 @@ class EngineControl(UtilityMethods):
     @utility
     def reset_prefix_cache(self, reset_running: bool = False, reset_connector: bool = False) -> bool:
         """False while requests hold blocks, unless they may be preempted. There is no connector."""
+        logger.info("reset of the prefix cache, asked by %s", self.caller)
         return self._core.reset_prefix_cache(reset_running)
 
     @utility
@@ -474,6 +480,7 @@ class EngineControl(UtilityMethods):
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Call a worker's method on every rank; the answers by rank. `timeout` in seconds."""
+        logger.info("%s is called on every rank, asked by %s", method, self.caller)
         answers: list[Any] = self._core.executor.collective_rpc(method, timeout, args or (), kwargs)
         return answers
 
@@ -505,6 +512,7 @@ class EngineControl(UtilityMethods):
         """Start or stop the workers' profilers; `stop_profile` tells more."""
         if delay_iterations or max_iterations or profiler_kwargs:
             raise ValueError("the workers' profilers take a prefix and nothing else")
+        logger.info("profile %s, asked by %s", "start" if is_start else "stop", self.caller)
         self._core.executor.collective_rpc("profile", args=(is_start, prefix))
 
     @utility

@@ -75,7 +75,11 @@ def progress(snapshot: Snapshot, now_s: float, *, stall_limit_s: float = STALL_L
     if engine["phase"] not in ("ready", "draining"):
         return Verdict(True, f"the engine is {engine['phase']}")
     if not engine["awake_since_s"]:
-        return Verdict(True, "nothing to do")
+        held = engine["running"] + engine["waiting"] + engine["deferred"]
+        if not held:
+            return Verdict(True, "nothing to do")
+        why = "asleep: wake it up" if engine["sleep_level"] else "paused: resume it"
+        return Verdict(True, f"{held} request(s) wait, and it is {why}")
     idle_s = now_s - max(engine["last_progress_s"], engine["awake_since_s"])
     if idle_s <= stall_limit_s:
         return Verdict(True, f"at step {engine['step_id']}, {idle_s:.1f} s ago")

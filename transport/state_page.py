@@ -135,6 +135,16 @@ class PageView:
             copy, whole = copy_row(self._memory[place], schema)
         return copy, whole
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Copies the page over `path`, in one write, so that it can be read after everything has died."""
+        image = self.image()
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(fd, image, 0)
+            os.ftruncate(fd, len(image))
+        finally:
+            os.close(fd)
+
     def image(self) -> bytes:
         """The page as bytes, which `StatePage.open` reads from a file; each row of one moment if possible."""
         image = bytearray(self._memory)
@@ -194,16 +204,6 @@ class StatePage:
     def snapshot(self) -> dict[str, Any]:
         """See `PageView.snapshot`."""
         return self.view.snapshot()
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Copies the page over `path`, in one write, so that it can be read after everything has died."""
-        image = self.view.image()
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.pwrite(fd, image, 0)
-            os.ftruncate(fd, len(image))
-        finally:
-            os.close(fd)
 
     def close(self) -> None:
         """Lets go of the page; it vanishes with its last holder."""

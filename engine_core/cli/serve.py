@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 from engine_core.cli.engine_group import run_group
 from engine_core.cli.launcher import stop_with
@@ -110,10 +111,16 @@ def defaults_for_mock(chosen: dict[str, Any]) -> dict[str, Any]:
 def _run(config: EngineConfig, front_end: FrontEnd | None, lobby_address: str | None) -> int:
     if front_end is not None:
         logger.info("engine %d dials %s", front_end.engine_index, front_end.handshake_address)
-    return run_engine(config, front_end=front_end, lobby_address=lobby_address, on_serving=_announce)
+    with os.fdopen(os.dup(1), "w") as stdout:
+        os.dup2(2, 1)  # what a worker in this process prints is no address
+
+        def announce(serving: Serving) -> None:
+            _announce(serving, stdout)
+
+        return run_engine(config, front_end=front_end, lobby_address=lobby_address, on_serving=announce)
 
 
-def _announce(serving: Serving) -> None:
+def _announce(serving: Serving, stdout: TextIO) -> None:
     ready = serving.ready
     logger.info(
         "serving: %d worker rank(s), %d KV blocks of %d tokens, requests up to %d tokens",
@@ -123,7 +130,7 @@ def _announce(serving: Serving) -> None:
         ready.max_model_len,
     )
     if serving.lobby is not None:
-        print(serving.lobby, flush=True)
+        print(serving.lobby, file=stdout, flush=True)
 
 
 def _ranks(parser: Parser, args: argparse.Namespace) -> range | None:

@@ -48,7 +48,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     watch = Watch(args.engine)
     try:
         watch.look()
-        if args.once:
+        if args.once or not sys.stdout.isatty():  # what is no terminal cannot be drawn anew
             return _print_once(watch, args.interval, args.svg)
         _follow(watch, args.interval)
         return 0

@@ -51,8 +51,9 @@ def parse_sweep(text: str) -> tuple[str, list[float]]:
             numbers = [float(part) for part in values.split(",")]
     except ValueError:
         raise SweepError(f"{text!r} must read NAME=1,2,5 or NAME=FROM..TO or NAME=FROM..TO..STEP") from None
-    if not name or not all(0 < number < np.inf for number in numbers):
-        raise SweepError(f"{text!r}: values are numbers above 0")
+    least = "above 0" if name == "rate" else "from 0 on"
+    if not name or not all(0 <= number < np.inf and (number or name != "rate") for number in numbers):
+        raise SweepError(f"{text!r}: values are numbers {least}")
     return name.replace("_", "-"), numbers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -11,6 +12,8 @@ import numpy.typing as npt
 from engine_core.replay.driver import Record
 
 TokensOf = Callable[[npt.NDArray[np.int32], int], npt.NDArray[np.int32]]  # prompt, count -> the right output
+
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -73,8 +76,10 @@ def make_report(
     failed = [record for record in records if record.failure is not None]
     completed = [record for record in records if record.completed]
     failures: dict[str, int] = {}
+    first_of_kind: dict[str, str] = {}  # reasons that differ in numbers alone are one kind
     for record in failed:
         reason = record.failure or ""
+        reason = first_of_kind.setdefault(_NUMBER.sub("#", reason), reason)
         failures[reason] = failures.get(reason, 0) + 1
     answered = [record for record in records if record.arrived_s]
     gaps = [np.diff(np.frombuffer(record.arrived_s)) for record in answered]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine_core.health import live, progress, ready
+from engine_core.health import Verdict, live, progress, ready
 from transport.state_page import StatePage
 
 NOW = 1000.0
@@ -74,10 +74,13 @@ def test_a_starting_engine_is_live_and_gets_on_but_is_not_ready(page: StatePage)
 def test_an_engine_whose_process_has_ended_is_not_live_and_tells_the_first_error(page: StatePage) -> None:
     page.engine.start_ticks = 1  # a process of that pid that started then is long gone
     page.engine.first_error = "rank 1 was killed by SIGKILL"
+    page.engine.phase = "failed"
     for question in (live, ready):
         assert question(page.snapshot(), NOW).reason == (
             f"the engine process {os.getpid()} has ended: rank 1 was killed by SIGKILL"
         )
+    page.engine.phase = "ready"  # the ranks were restarted then; of this death nothing was written
+    assert "(before, it had got over: rank 1 was killed by SIGKILL)" in live(page.snapshot(), NOW).reason
 
 
 @pytest.mark.parametrize("phase", ["failed", "stopped"])
@@ -151,4 +154,6 @@ def test_a_loop_that_waits_for_work_is_not_stuck_whatever_it_holds(page: StatePa
     """A frozen scheduler has requests and nothing to do."""
     step(page, at=NOW - 400, running=3)
     page.engine.pause = "frozen"
-    assert progress(page.snapshot(), NOW).reason == "nothing to do"
+    assert progress(page.snapshot(), NOW) == Verdict(True, "3 request(s) wait, and it is paused: resume it")
+    page.engine.sleep_level = 1
+    assert progress(page.snapshot(), NOW) == Verdict(True, "3 request(s) wait, and it is asleep: wake it up")

@@ -206,7 +206,7 @@ def test_a_saved_page_reads_like_the_page(page: StatePage, tmp_path: Path) -> No
     page.engine.progress(**PROGRESS)  # type: ignore[arg-type]
     path = tmp_path / "state"
     path.write_bytes(b"x" * 100_000)  # whatever was there is replaced
-    page.save(path)
+    page.view.save(path)
     with StatePage.open(path) as view:
         assert view.snapshot() == page.snapshot()
 
