@@ -63,7 +63,8 @@ def ready(snapshot: Snapshot, now_s: float, *, heartbeat_limit_s: float = HEARTB
         return Verdict(False, f"the scheduler is paused ({engine['pause']}): resume it")
     for what, name in (("weights", "weight_status"), ("KV cache", "kv_status")):
         if engine[name] != "NORMAL":
-            return Verdict(False, f"the {what} cannot be used: {engine[name]}")
+            mend = ": wake it up" if engine[name] == "CLEARED" else ""
+            return Verdict(False, f"the {what} cannot be used ({engine[name]}){mend}")
     return Verdict(True, "the engine takes requests")
 
 

@@ -124,6 +124,9 @@ class Conversation:
                 piece = "".join(map(text.add, output.new_token_ids))
                 print(piece, end="", flush=True)
                 said += piece
+                if output.finish_reason == "abort":
+                    say("engine-core chat: the engine ended the answer before it was done")
+                    status = 1
         except KeyboardInterrupt:
             if not self._interactive:
                 raise

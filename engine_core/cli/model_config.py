@@ -14,8 +14,10 @@ from engine_core.config import ConfigError
 def mock_options(model: str) -> dict[str, Any]:
     """Worker options for the mock from `<model>/config.json`; empty if there is no such file.
 
-    Raises ConfigError for a file that cannot be read.
+    Raises ConfigError for a file that cannot be read, and for a path that leads nowhere.
     """
+    if model.startswith(("/", "./", "../")) and not Path(model).exists():  # and no name on a hub
+        raise ConfigError("model", model, "there is no such directory")
     path = Path(model) / "config.json"
     if not model or not path.is_file():
         return {}

@@ -7,6 +7,7 @@ them, and tokens computed before.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import msgspec
@@ -56,6 +57,9 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         grid = Grid(args.prefill_tokens, args.decode_seqs, args.context, args.repeats)
     except GridError as error:
         parser.error(str(error))
+    directory = Path(args.table).absolute().parent
+    if not os.access(directory, os.W_OK):  # told before it is measured
+        parser.error(f"{args.table}: {directory} is not there, or not to be written to")
     executor = make_executor(config.executor_config())
     try:
         capacity = executor.initialize()

@@ -3,9 +3,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from engine_core.cli.model_config import mock_options
 from engine_core.cli.options import add_engine_options, engine_config, flag, given
 from engine_core.cli.parser import Parser, integer
-from engine_core.config import EngineConfig
+from engine_core.config import ConfigError, EngineConfig
 
 
 def _parse(*argv: str) -> EngineConfig:
@@ -106,3 +107,9 @@ def test_wrong_usage_is_one_line_that_names_flag_and_value(
 )
 def test_numbers_may_have_vllms_suffixes(text: str, value: int) -> None:
     assert integer(text) == value
+
+
+def test_a_path_to_no_model_is_told_from_a_name_on_a_hub() -> None:
+    assert mock_options("org/model") == {}
+    with pytest.raises(ConfigError, match="model = '/nowhere': there is no such directory"):
+        mock_options("/nowhere")

@@ -99,9 +99,9 @@ def test_an_engine_without_heartbeat_is_not_live(page: StatePage) -> None:
 def test_a_paused_sleeping_or_updating_engine_is_live_but_not_ready(page: StatePage) -> None:
     engine = page.engine
     engine.kv_status = "CLEARED"
-    assert ready(page.snapshot(), NOW).reason == "the KV cache cannot be used: CLEARED"
+    assert ready(page.snapshot(), NOW).reason == "the KV cache cannot be used (CLEARED): wake it up"
     engine.weight_status = "UPDATING"
-    assert ready(page.snapshot(), NOW).reason == "the weights cannot be used: UPDATING"
+    assert ready(page.snapshot(), NOW).reason == "the weights cannot be used (UPDATING)"
     engine.pause = "frozen"
     assert ready(page.snapshot(), NOW).reason == "the scheduler is paused (frozen): resume it"
     engine.sleep_level = 2
