@@ -144,8 +144,9 @@ class EngineControl(UtilityMethods):
         "abort" ends all requests, "wait" lets the running ones finish, "keep" freezes them.
         """
         logger.info("pause (%s), asked by %s", mode, self.caller)
+        answer = self._pause(mode, self._clear_caches if clear_cache else lambda: None)
         self._pause_wanted = True
-        return self._pause(mode, self._clear_caches if clear_cache else lambda: None)
+        return answer
 
     def _pause(self, mode: PauseMode, then: Callable[[], None]) -> Deferred | None:
         if mode not in get_args(PauseMode):

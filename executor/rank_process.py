@@ -139,7 +139,7 @@ def first_cause(
     for deaths.
     """
     told = reports()
-    if not told and not any(process.hung_up for process in ranks):
+    if not told and not any(process.hung_up or process.has_ended() for process in ranks):
         return None
     _wait_for_deaths([process for process in ranks if process.rank not in told])
     dead = [process for process in ranks if process.has_ended()]

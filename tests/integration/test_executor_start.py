@@ -111,6 +111,22 @@ def test_a_worker_class_that_cannot_be_imported_is_named_with_the_reason(
     assert f"cannot load worker class '{worker_cls}'" in str(error) and message in str(error)
 
 
+def test_a_rank_that_exits_is_named_although_its_child_holds_what_it_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "parent_worker.py").write_text(
+        "import os, subprocess\n"
+        "from executor.mock_worker import MockWorker\n"
+        "class ParentWorker(MockWorker):\n"
+        "    def load_model(self):\n"
+        "        subprocess.Popen(['sleep', '60'], close_fds=False)\n"
+        "        os._exit(3)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    error = start_failure(make(1, worker_cls="parent_worker:ParentWorker"))
+    assert (error.rank, error.phase, error.exit_code) == (0, "load", 3), error
+
+
 def test_a_worker_class_may_be_named_with_a_dot_and_live_in_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
