@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,10 +194,19 @@ def test_refusals_reach_the_caller_with_code_and_text(shared: EngineClient) -> N
         with pytest.raises(RequestError, match=message) as caught:
             list(shared.generate(bad))
         assert caught.value.code == "validation_error" and not caught.value.retryable
-    with pytest.raises(RequestError, match="token ids"):
-        shared.add_request(["a"])  # type: ignore[list-item]
-    with pytest.raises(RequestError, match="token ids"):
-        shared.add_request([2**40])
+    no_ids: list[tuple[Any, str]] = [
+        (["a"], "token 0 of the prompt is 'a', and no token id"),
+        ([1, 2**70], f"token 1 of the prompt is {2**70}, and"),
+        ([1, 2**40], f"token 1 of the prompt is {2**40}, and"),
+        ([1.7, 2], "token 0 of the prompt is 1.7"),
+        ([True], "token 0 of the prompt is True"),
+        ("123", "not a list of token ids but '123'"),
+        (5, "not a list of token ids but 5"),
+        (None, "not a list of token ids but None"),
+    ]
+    for bad, message in no_ids:
+        with pytest.raises(RequestError, match=message):
+            shared.add_request(bad)
     request_id = shared.add_request([1], SamplingParams(max_tokens=0))
     (output,) = shared.outputs()
     assert output.request_id == request_id and output.finish_reason == "error"
