@@ -6,7 +6,8 @@
 
 The order of operations is vLLM's: log-probs are taken from the raw logits; then allowed tokens, bad words,
 `min_tokens`, `logit_bias`, penalties (repetition, frequency, presence); greedy rows take the maximum (the
-lowest id among equals); the others divide by the temperature, then `min_p`, `top_k`, `top_p`, and draw.
+lowest id among equals); the others divide by the temperature, then `min_p`, `top_k`, `top_p`, and draw. Bad
+words and stops that leave no token at all are let through.
 
 A draw depends on the logits, the request's seed and how many tokens it has out: not on the batch, on
 chunking, or on preemption. Requests without a seed get one from the engine's seed and their id. So all
@@ -255,9 +256,16 @@ class Sampler:
             kept = line[edits.allowed]
             line[:] = -np.inf
             line[edits.allowed] = kept
-        for before, last in edits.bad_words:
-            if len(before) <= len(outputs) and outputs[len(outputs) - len(before) :].tolist() == before:
-                line[last] = -np.inf
+        banned = [
+            last
+            for before, last in edits.bad_words
+            if len(before) <= len(outputs) and outputs[len(outputs) - len(before) :].tolist() == before
+        ]
+        if banned:
+            kept = line[banned]
+            line[banned] = -np.inf
+            if np.isneginf(line).all():  # nothing else may come: then a bad word may
+                line[banned] = kept
         if len(outputs) < edits.min_tokens and len(edits.stop_ids):
             stops = line[edits.stop_ids]
             line[edits.stop_ids] = -np.inf

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import vllm_rs
 from tests.leaks import LeakCheck
@@ -21,6 +22,11 @@ _LONGEST_TMPDIR = 40
 
 _check = pytest.StashKey[LeakCheck]()
 _leaks = pytest.StashKey[list[str]]()
+
+# Continuous integration tries the same examples each time; anywhere else each run tries others.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 

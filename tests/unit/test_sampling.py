@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from executor.batch_state import BatchState
@@ -339,6 +339,11 @@ def any_params() -> st.SearchStrategy[SamplingParams]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(any_params(), min_size=2, max_size=6), st.integers(0, 2**32), st.booleans())
+@example(
+    [SamplingParams(allowed_token_ids=[1], bad_words_token_ids=[[1]], temperature=t) for t in (0.0, 1.0)],
+    0,
+    False,
+)
 def test_a_request_samples_the_same_alone_and_in_any_batch(
     params: list[SamplingParams], seed: int, coarse: bool
 ) -> None:
