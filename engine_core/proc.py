@@ -3,7 +3,7 @@
 One thread does the work: it takes in what clients sent, runs a step, and sends what the step yielded. ZMQ has
 threads of its own for the actual I/O; Python threads for input and output would only add hand-overs under the
 interpreter's lock between the socket and the step (docs/protocol.md has the measurement). The lobby's thread
-sleeps unless a client comes or goes. An idle engine waits in one poll without a timeout.
+sleeps unless a client comes or goes. An idle engine waits in one poll, a second at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger("engine_core")
 AnyEvent = Event | FrontEndJoined | ExecutorError
 
 COORDINATOR_TIMEOUT_S = 600.0  # until all engines of a deployment have come
-LONGEST_WAIT_S = 3600.0
+LOOK_UP_S = 1.0  # an idle loop; a signal that comes just before a wait does not end it
 TEARDOWN_GRACE_S = 5.0  # beyond what the workers are given
 GC_THRESHOLD = 50_000  # new objects; a step leaves few that live, so rarely is often enough
 
@@ -149,14 +149,14 @@ class EngineCoreProc:
 
     # Input
 
-    def _receive(self, wait_ms: int | None) -> None:
+    def _receive(self, wait_ms: int) -> None:
         for source, _ in self._poll(wait_ms):
             if source == self._inbox.fd:
                 self._take_events()
             elif not self.clients.take(source) and self._coordinator is not None:
                 self._coordinator.discard_input()
 
-    def _poll(self, wait_ms: int | None) -> list[tuple[Any, int]]:
+    def _poll(self, wait_ms: int) -> list[tuple[Any, int]]:
         report = self._core.report
         if wait_ms == 0 or report is None:
             return self._poller.poll(wait_ms)
@@ -216,17 +216,16 @@ class EngineCoreProc:
             self._core.row.phase = "draining"
         self._signals.force_after(limit_s + self._config.stop_grace_s + TEARDOWN_GRACE_S)
 
-    def _longest_wait_ms(self) -> int | None:
-        """How long to wait for messages when there is nothing to do: for ever, unless it is time to end, or
-        for a request to end.
+    def _longest_wait_ms(self) -> int:
+        """How long to wait for messages when there is nothing to do: until it is time to end, for a request
+        to end, or to look up.
         """
-        until = [] if self._stop_reason is None else [self._drain_until]
+        until = [self._clock.monotonic() + LOOK_UP_S]
+        if self._stop_reason is not None:
+            until.append(self._drain_until)
         if (deadline_s := self._core.next_deadline_s) is not None:
             until.append(deadline_s)
-        if not until:
-            return None
-        wait_s = min(min(until) - self._clock.monotonic(), LONGEST_WAIT_S)  # poll's milliseconds are an int
-        return max(0, int(wait_s * 1000) + 1)
+        return max(0, int((min(until) - self._clock.monotonic()) * 1000) + 1)
 
     def _is_done(self) -> bool:
         """Whether to stop now: requests have ended, or their time is up."""

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import deque
 from concurrent.futures import Future as StartFuture
+from concurrent.futures import wait as await_futures
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -114,6 +115,9 @@ class RankGroup:
                 raise ExecutorClosed
             self._thread.start()
         try:
+            while not self._started.done():
+                # A signal that comes just before a wait does not end it: look up now and then.
+                await_futures((self._started,), _LONGEST_TICK_S)
             return self._started.result()
         except BaseException:
             self.stop(graceful=False)
