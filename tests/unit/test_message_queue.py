@@ -126,6 +126,7 @@ def test_dequeue_ends_at_its_deadline_and_names_the_writer(make: Make, timeout_s
 @pytest.mark.parametrize("timeout_s", [0, -1, 0.02])
 def test_a_full_queue_names_the_slowest_reader_and_how_far_it_is_behind(make: Make, timeout_s: float) -> None:
     writer, (fast, slow) = make(2)
+    writer.wait_until_ready(5)  # it knows them by pid
     sent = 0
     with pytest.raises(QueueFull, match="rank 1") as caught:
         while True:
