@@ -72,13 +72,12 @@ class BatchState:
         Raises `BatchStateError`; the state is then undefined.
         """
         same_requests = not (len(step.finished_slots) or len(step.preempted_slots) or step.new_requests)
-        if not same_requests:
-            if len(step.finished_slots):
-                self._remove(step.finished_slots, "finished")
-            if len(step.preempted_slots):
-                self._remove(step.preempted_slots, "preempted")
-            for request in step.new_requests:
-                self._add(request)
+        if len(step.finished_slots):
+            self._remove(step.finished_slots, "finished")
+        if len(step.preempted_slots):
+            self._remove(step.preempted_slots, "preempted")
+        for request in step.new_requests:
+            self._add(request)
         if len(step.new_block_slots):
             self._append_blocks(step.new_block_slots, step.new_block_ids)
         if not (same_requests and self._prepare_steady_rows(step)):

@@ -64,6 +64,14 @@ class PromptSpan:
     k: int  # how many of the most likely tokens to list
 
 
+def _ban(line: Float32s, token_ids: Int32s | list[int]) -> None:
+    """None of these may come, unless nothing else may."""
+    kept = line[token_ids]
+    line[token_ids] = -np.inf
+    if np.isneginf(line).all():
+        line[token_ids] = kept
+
+
 class Sampler:
     """Keeps what the requests of a batch asked for, by slot. One instance a rank, used by one thread.
 
@@ -262,15 +270,9 @@ class Sampler:
             if len(before) <= len(outputs) and outputs[len(outputs) - len(before) :].tolist() == before
         ]
         if banned:
-            kept = line[banned]
-            line[banned] = -np.inf
-            if np.isneginf(line).all():  # nothing else may come: then a bad word may
-                line[banned] = kept
+            _ban(line, banned)
         if len(outputs) < edits.min_tokens and len(edits.stop_ids):
-            stops = line[edits.stop_ids]
-            line[edits.stop_ids] = -np.inf
-            if np.isneginf(line).all():  # nothing else may come: then a stop may
-                line[edits.stop_ids] = stops
+            _ban(line, edits.stop_ids)
         line[edits.bias_ids] += edits.biases
 
     def _penalise(

@@ -28,7 +28,7 @@ from engine_core.errors import EngineDeadError, UtilityError
 from engine_core.lobby_protocol import default_address
 from engine_core.replay.traces import TraceRequest
 from executor.sampling_params import SamplingParams
-from executor.spawning import module_command
+from executor.spawning import module_command, module_environment
 from transport.clock import SYSTEM_CLOCK, Clock
 from transport.state_page import StatePage
 
@@ -266,6 +266,7 @@ class Campaign:
         seed = self._settings.seed + self._num_bystanders
         self._bystander = subprocess.Popen(
             module_command("engine_core.chaos.bystander", self._address, seed),
+            env=module_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

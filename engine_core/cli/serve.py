@@ -113,14 +113,11 @@ def _run(config: EngineConfig, front_end: FrontEnd | None, lobby_address: str | 
         logger.info("engine %d dials %s", front_end.engine_index, front_end.handshake_address)
     with os.fdopen(os.dup(1), "w") as stdout:
         os.dup2(2, 1)  # what a worker in this process prints is no address
-
-        def announce(serving: Serving) -> None:
-            _announce(serving, stdout)
-
+        announce = partial(_announce, stdout)
         return run_engine(config, front_end=front_end, lobby_address=lobby_address, on_serving=announce)
 
 
-def _announce(serving: Serving, stdout: TextIO) -> None:
+def _announce(stdout: TextIO, serving: Serving) -> None:
     ready = serving.ready
     logger.info(
         "serving: %d worker rank(s), %d KV blocks of %d tokens, requests up to %d tokens",

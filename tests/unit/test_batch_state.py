@@ -175,6 +175,14 @@ def decoding(batch: BatchState) -> list[tuple[int, int, int]]:
     return rows
 
 
+def decode_on(batch: BatchState, rows: list[tuple[int, int, int]]) -> None:
+    for number in range(4, 12):
+        step = step_of(rows, number)
+        batch.apply(step)
+        batch.record(step, output_of(step, [1, 1], [1, 1]))
+        rows = [(slot, 1, computed + 1) for slot, _, computed in rows]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -195,22 +203,14 @@ def test_a_contradiction_in_the_midst_of_decoding_is_refused(
 def test_a_decoding_row_without_a_block_for_its_token_is_refused(batch: BatchState) -> None:
     rows = decoding(batch)
     with pytest.raises(BatchStateError, match=r"request id0 .* has 4 blocks, too few for 17 tokens"):
-        for number in range(4, 12):
-            step = step_of(rows, number)
-            batch.apply(step)
-            batch.record(step, output_of(step, [1, 1], [1, 1]))
-            rows = [(slot, 1, computed + 1) for slot, _, computed in rows]
+        decode_on(batch, rows)
 
 
 def test_a_decoding_sequence_cannot_outgrow_the_model() -> None:
     batch = BatchState(S, 15, B)
     rows = decoding(batch)
     with pytest.raises(BatchStateError, match=r"request id0 .* grows beyond the model's 15 tokens"):
-        for number in range(4, 12):
-            step = step_of(rows, number)
-            batch.apply(step)
-            batch.record(step, output_of(step, [1, 1], [1, 1]))
-            rows = [(slot, 1, computed + 1) for slot, _, computed in rows]
+        decode_on(batch, rows)
 
 
 @pytest.mark.parametrize(("leave", "enter", "run"), [(0.03, 0.5, 0.8), (0.005, 0.1, 1.0)])
