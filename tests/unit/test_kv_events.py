@@ -31,6 +31,7 @@ from engine_core.kv_publisher import END_OF_REPLAY, ZmqEventPublisher
 from engine_core.request import Request
 from executor.sampling_params import SamplingParams
 from executor.step import LoRARequest
+from tests.engines import wait_until
 from tests.lossy_proxy import LossyProxy
 
 BLOCK_SIZE = 4
@@ -408,6 +409,7 @@ def test_without_replay_a_late_index_is_known_to_be_incomplete(stack: ExitStack)
     engine, index = Engine(publisher, seed=7), KVCacheIndex()
     for _ in range(10):
         engine.step()
+    wait_until(lambda: len(publisher._kept) >= 2, "a first batch that is gone for good")
     subscriber = subscribe(stack, publisher)
     assert list(subscriber.catch_up()) == []
     settle(engine, subscriber, index)
